@@ -1,0 +1,256 @@
+"""Attempts: one stretch of training under one control state, and the records that say where each began.
+
+Nobody issues the number: rank 0 claims it by creating the record, and of several claims exactly one succeeds.
+Attempt 0 is the seed (the state that the job was initialised with); the first record is number 1.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from surefoot.checkpoint.ids import CheckpointId
+from surefoot.checkpoint.store import Store
+from surefoot.errors import AttemptError, AttemptTaken
+
+ATTEMPTS_FOLDER = "attempts"
+RESERVE_KEY = "reserve.bin"
+"""Freed when the disk is full, so that the record of an attempt can still be written."""
+RESERVE_BYTES = 64 * 1024
+
+_FILE_NAME = re.compile(r"(\d{6,})\.json", re.ASCII)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Source(StrEnum):
+    """Where the state that an attempt began with was read."""
+
+    SEED = "SEED"
+    STAGED = "STAGED"
+    COMMITTED = "COMMITTED"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StartsFrom(_Record):
+    """The state that an attempt begins with."""
+
+    attempt: int = Field(ge=0)
+    step: int = Field(ge=0)
+    source: Source
+
+    @model_validator(mode="after")
+    def _seed_is_attempt_0(self) -> StartsFrom:
+        if (self.source is Source.SEED) != (self.attempt == 0) or (self.attempt == 0 and self.step != 0):
+            raise ValueError("source SEED, attempt 0 and step 0 go together")
+        return self
+
+    @property
+    def checkpoint_id(self) -> CheckpointId:
+        """The state as (attempt, step)."""
+        return CheckpointId(self.attempt, self.step)
+
+
+class SkipWindow(_Record):
+    """Batch positions `start <= position < stop` that are never trained on."""
+
+    start: int = Field(ge=0)
+    stop: int
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> SkipWindow:
+        if self.stop <= self.start:
+            raise ValueError("stop must be greater than start")
+        return self
+
+
+class AttemptRecord(_Record):
+    """`attempts/000003.json`: how attempt 3 began. Never changed once written."""
+
+    version: Literal[1] = 1
+    attempt: int = Field(ge=1)
+    starts_from: StartsFrom
+    lr_factor: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Absolute: the learning rate is the schedule's times this."""
+    skip_windows: tuple[SkipWindow, ...] = ()
+    """All that hold from now on, not only the new ones."""
+    cause: str
+    world_size: int = Field(ge=1)
+    host: str
+    started_at: AwareDatetime
+
+    @field_validator("started_at")
+    @classmethod
+    def _in_utc(cls, value: datetime) -> datetime:
+        return value.astimezone(UTC)
+
+    @model_validator(mode="after")
+    def _starts_from_an_earlier_one(self) -> AttemptRecord:
+        if self.starts_from.attempt >= self.attempt:
+            raise ValueError("an attempt starts from an earlier one")
+        return self
+
+
+class AttemptLog:
+    """The attempt records of one job. One thread at a time.
+
+    Records never change, so a log reads each file once.
+
+    Args:
+        store: The job's storage.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[int, AttemptRecord] = {}
+
+    def read_all(self) -> dict[int, AttemptRecord]:
+        """Return every record by attempt number, ascending.
+
+        Raises:
+            AttemptError: a record cannot be understood; names the file. Without it the lineage is not known.
+        """
+        return {number: self._record(number) for number in self._numbers()}
+
+    def newest(self) -> AttemptRecord | None:
+        """Return the record with the highest number, None before the first attempt. Costs a folder listing.
+
+        Raises:
+            AttemptError: that record cannot be understood; names the file.
+        """
+        numbers = self._numbers()
+        return self._record(numbers[-1]) if numbers else None
+
+    def recent(self, window_seconds: float, now: datetime) -> int:
+        """Return how many attempts began in the last `window_seconds` (for the restart budget).
+
+        A record from a clock that runs ahead counts as recent.
+        """
+        since = now - timedelta(seconds=window_seconds)
+        return sum(record.started_at > since for record in self.read_all().values())
+
+    def claim(
+        self,
+        *,
+        after: int,
+        starts_from: StartsFrom,
+        lr_factor: float = 1.0,
+        skip_windows: tuple[SkipWindow, ...] = (),
+        cause: str,
+        world_size: int,
+        host: str,
+        started_at: datetime,
+    ) -> AttemptRecord:
+        """Claim attempt `after + 1`, durable on return. Rank 0 does so once it verified what to start from.
+
+        Args:
+            after: The newest attempt that the choice of `starts_from` was based on; 0 for none.
+            starts_from: Where the attempt begins.
+            lr_factor: See `AttemptRecord`.
+            skip_windows: See `AttemptRecord`.
+            cause: Why there is a new attempt, for people.
+            world_size: Number of ranks.
+            host: Name of the claiming host.
+            started_at: Now, with a time zone.
+
+        Raises:
+            AttemptTaken: there is a newer attempt than `after`; choose again.
+            OSError: the disk fails. Only reading again tells whether the record is there.
+        """
+        newest = max(self._numbers(), default=0)
+        if newest < after:
+            raise AttemptError(f"attempt {after + 1} claimed after attempt {after}, but the newest record is {newest}")
+        record = AttemptRecord(
+            attempt=after + 1,
+            starts_from=starts_from,
+            lr_factor=lr_factor,
+            skip_windows=skip_windows,
+            cause=cause,
+            world_size=world_size,
+            host=host,
+            started_at=started_at,
+        )
+        if newest > after:
+            raise _taken(record)
+        try:
+            self._write(record)
+        except FileExistsError:
+            raise _taken(record) from None
+        self._known[record.attempt] = record
+        self._keep_reserve()
+        return record
+
+    def _write(self, record: AttemptRecord) -> None:
+        content = record.model_dump_json(indent=1).encode() + b"\n"
+        key = _key(record.attempt)
+        try:
+            self._store.write(key, [content], if_absent=True)
+        except OSError as error:
+            if error.errno not in _DISK_FULL:
+                raise
+            self._store.delete(RESERVE_KEY)
+            self._store.write(key, [content], if_absent=True)
+
+    def _keep_reserve(self) -> None:
+        if RESERVE_KEY in self._store.list(""):
+            return
+        # Random, so that no file system compresses it away. On a full disk the next claim tries again.
+        with suppress(OSError):
+            self._store.write(RESERVE_KEY, [os.urandom(RESERVE_BYTES)])
+
+    def _numbers(self) -> list[int]:
+        names = [name for name in self._store.list(ATTEMPTS_FOLDER) if name.endswith(".json")]
+        return sorted(self._number(name) for name in names)
+
+    def _number(self, name: str) -> int:
+        match = _FILE_NAME.fullmatch(name)
+        if match is None or _key(int(match[1])) != f"{ATTEMPTS_FOLDER}/{name}":
+            raise AttemptError(f"{self._store}/{ATTEMPTS_FOLDER}/{name}: not the name of an attempt record")
+        return int(match[1])
+
+    def _record(self, number: int) -> AttemptRecord:
+        if number not in self._known:
+            self._known[number] = self._read(number)
+        return self._known[number]
+
+    def _read(self, number: int) -> AttemptRecord:
+        path = f"{self._store}/{_key(number)}"
+        with self._store.read(_key(number)) as file:
+            data = file.readall()
+        try:
+            record = AttemptRecord.model_validate(json.loads(data))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(str(part) for part in first["loc"])
+            raise AttemptError(f"{path}: damaged attempt record: {field}: {first['msg']}") from None
+        except ValueError as error:
+            raise AttemptError(f"{path}: damaged attempt record ({len(data)} bytes), not JSON: {error}") from None
+        if record.attempt != number:
+            raise AttemptError(f"{path}: damaged attempt record: says it is attempt {record.attempt}")
+        return record
+
+
+def _key(number: int) -> str:
+    return f"{ATTEMPTS_FOLDER}/{number:06d}.json"
+
+
+def _taken(record: AttemptRecord) -> AttemptTaken:
+    return AttemptTaken(f"attempt {record.attempt} was claimed by somebody else; read the records and choose again")

@@ -1,0 +1,73 @@
+"""Snapshots as they lie in staging: the parts of all ranks put together. Reads headers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from surefoot.checkpoint.ids import CheckpointId
+from surefoot.checkpoint.staging import StagingBuffer
+from surefoot.checkpoint.staging_header import BufferHeader
+
+
+class StagedPart(NamedTuple):
+    """One rank's READY buffer, with the header as it was when scanned."""
+
+    buffer: StagingBuffer
+    header: BufferHeader
+    drained: bool
+
+
+@dataclass(frozen=True)
+class StagedSnapshot:
+    """What is staged of one (attempt, step).
+
+    Args:
+        id: Attempt and step.
+        world_size: Number of ranks that took part.
+        plan_digest: The plan that all `parts` have in common.
+        parts: By rank.
+    """
+
+    id: CheckpointId
+    world_size: int
+    plan_digest: bytes
+    parts: dict[int, StagedPart]
+
+    @property
+    def complete(self) -> bool:
+        """Every rank's part is here. Ranks of other nodes have theirs in a folder of that node."""
+        return len(self.parts) == self.world_size
+
+    @property
+    def persist(self) -> bool:
+        """Some rank wants it durable (all ranks agree unless one died in between)."""
+        return any(part.header.persist for part in self.parts.values())
+
+    @property
+    def drained(self) -> bool:
+        """Nothing is left to do for it."""
+        return all(part.drained for part in self.parts.values())
+
+
+def group_parts(parts: Iterable[StagedPart]) -> dict[CheckpointId, StagedSnapshot]:
+    """Put the parts of each snapshot together. Pure.
+
+    Parts of one id that disagree about plan or world size never mix: the group that is complete, else the
+    larger one, stands for the id. Of two buffers of one rank with the same snapshot, the one to persist is
+    taken, then the newer.
+    """
+    groups: dict[tuple[CheckpointId, int, bytes], dict[int, StagedPart]] = {}
+    for part in sorted(parts, key=lambda part: (part.header.persist, part.header.saved_monotonic)):
+        header = part.header
+        if header.rank < header.world_size:
+            key = (header.checkpoint_id, header.world_size, header.plan_digest)
+            groups.setdefault(key, {})[header.rank] = part
+    found: dict[CheckpointId, StagedSnapshot] = {}
+    for (checkpoint, world_size, digest), by_rank in sorted(groups.items(), key=lambda item: item[0]):
+        snapshot = StagedSnapshot(checkpoint, world_size, digest, dict(sorted(by_rank.items())))
+        other = found.get(checkpoint)
+        if other is None or (snapshot.complete, len(by_rank)) > (other.complete, len(other.parts)):
+            found[checkpoint] = snapshot
+    return found

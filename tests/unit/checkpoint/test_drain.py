@@ -1,0 +1,454 @@
+from __future__ import annotations
+
+import errno
+from contextlib import contextmanager
+
+import pytest
+from safetensors import deserialize
+
+from helpers.staging import Ranks, claim, storage_files
+from surefoot.checkpoint.catalog import list_committed, read_scalars, verify
+from surefoot.checkpoint.drain import Drain, DrainLoop, _Retried
+from surefoot.checkpoint.ids import CheckpointId
+from surefoot.checkpoint.staging_folder import StagingFolder
+from surefoot.checkpoint.store import LocalStore
+from surefoot.errors import AttemptError
+from surefoot.events import CheckpointCommitted, CheckpointQuarantined, MemorySink
+
+
+class HookedStore(LocalStore):
+    """Calls `before_write(key)` before every write; it may raise OSError or change the world."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.before_write = lambda key: None
+
+    def write(self, key, chunks, *, if_absent=False):
+        self.before_write(key)
+        return super().write(key, chunks, if_absent=if_absent)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = StagingFolder.create(tmp_path / "staging", "job", tmp_path / "storage")
+    yield folder
+    for buffer in folder.buffers():
+        buffer.close()
+
+
+@pytest.fixture
+def store(tmp_path):
+    return HookedStore(tmp_path / "storage" / "job")
+
+
+@pytest.fixture
+def sink():
+    return MemorySink()
+
+
+@pytest.fixture
+def drain(folder, store, sink):
+    return Drain(staging=folder, store=store, sink=sink, job="job")
+
+
+@pytest.fixture
+def ranks(folder, store):
+    claim(store, 0)
+    return Ranks(folder, attempt=1)
+
+
+def ids(*pairs):
+    return [CheckpointId(*pair) for pair in pairs]
+
+
+class TestCommit:
+    def test_a_persist_snapshot_becomes_a_verified_checkpoint(self, drain, ranks, store, folder, sink):
+        ranks.save(9)
+        ranks.save(10, persist=True)
+        assert drain.drain_once() == ids((1, 10))
+        assert list_committed(store) == ids((1, 10))
+        verify(store, CheckpointId(1, 10))
+        ranks.check_committed(store, 10)
+        assert read_scalars(store, CheckpointId(1, 10)) == ranks.scalars(10)
+        assert storage_files(store.root / "step-000000010-a0001") == [
+            "manifest.json",
+            "rank-00000.json",
+            "rank-00000.safetensors",
+            "rank-00001.json",
+            "rank-00001.safetensors",
+        ]
+        (event,) = sink.events
+        assert isinstance(event, CheckpointCommitted)
+        assert (event.job, event.attempt, event.step, event.world_size) == ("job", 1, 10, 2)
+        assert event.num_bytes == sum(layout.shard_bytes for layout in ranks.layouts)
+        assert 0 <= event.write_seconds <= event.staged_age_seconds
+        assert folder.scan()[CheckpointId(1, 10)].drained
+        assert drain.drain_once() == []
+
+    def test_the_files_are_safetensors(self, drain, ranks, store):
+        ranks.save(10, persist=True)
+        drain.drain_once()
+        names = set()
+        for rank in range(2):
+            path = store.root / "step-000000010-a0001" / f"rank-{rank:05}.safetensors"
+            names |= {name for name, _ in deserialize(path.read_bytes())}
+        assert names == {entry.name for layout in ranks.layouts for entry in layout.entries}
+
+    def test_several_are_committed_oldest_first(self, drain, ranks, store):
+        for step in (10, 20, 30):
+            assert ranks.save(step, persist=True)
+        assert not ranks.save(40, persist=True)
+        assert drain.drain_once() == ids((1, 10), (1, 20), (1, 30))
+        assert ranks.save(40, persist=True)
+
+    def test_c4_a_blocked_writer_still_writes_the_step_it_was_asked_for(self, drain, ranks, store):
+        """Case C4: save at step 10, storage hangs, snapshots go on to 15; what is written is step 10, bit for bit."""
+
+        def train_on(key):
+            store.before_write = lambda key: None
+            for step in range(11, 16):
+                assert ranks.save(step, keep=ids((1, step - 1)))
+
+        ranks.save(10, persist=True)
+        store.before_write = train_on
+        assert drain.drain_once() == ids((1, 10))
+        ranks.check_committed(store, 10)
+
+    def test_two_drains_make_the_same_manifest(self, drain, ranks, store, folder, tmp_path):
+        ranks.save(10, persist=True)
+        drain.drain_once()
+        other = LocalStore(tmp_path / "other" / "job")
+        claim(other, 0)
+        for part in folder.parts():
+            part.buffer.mark_drained(0)
+        Drain(staging=folder, store=other, sink=MemorySink(), job="job").drain_once()
+        for name in ("manifest.json", "rank-00000.json", "rank-00001.json"):
+            key = f"step-000000010-a0001/{name}"
+            assert (store.root / key).read_bytes() == (other.root / key).read_bytes()
+
+    def test_a_commit_without_event_and_mark_is_caught_up(self, drain, ranks, store, folder, sink):
+        ranks.save(10, persist=True)
+        drain.drain_once()
+        before = (store.root / "step-000000010-a0001" / "manifest.json").stat()
+        for part in folder.parts():
+            part.buffer.mark_drained(0)
+        assert Drain(staging=folder, store=store, sink=sink, job="job").drain_once() == ids((1, 10))
+        assert [event.step for event in sink.events] == [10, 10]
+        assert (store.root / "step-000000010-a0001" / "manifest.json").stat().st_mtime_ns == before.st_mtime_ns
+        assert folder.scan()[CheckpointId(1, 10)].drained
+
+    def test_two_buffers_with_one_snapshot_are_both_freed(self, drain, ranks, store, folder):
+        ranks.save(10)
+        ranks.save(10, persist=True)
+        assert drain.drain_once() == ids((1, 10))
+        assert all(part.drained for part in folder.parts())
+
+    def test_a_snapshot_staged_again_to_be_saved_is_announced_once(self, drain, ranks, folder, sink):
+        ranks.save(10)
+        ranks.save(10, persist=True, ranks=[0])
+        assert drain.drain_once() == ids((1, 10))  # rank 1 has it too, only not marked
+        ranks.save(10, persist=True, ranks=[1])
+        drain.drain_once()
+        assert [event.step for event in sink.events] == [10]
+        assert all(part.drained for part in folder.parts())
+
+
+class TestWhatIsNotWritten:
+    def test_a_part_that_is_still_being_copied_is_waited_for(self, drain, ranks, store, folder):
+        ranks.save(10, persist=True, ranks=[0])
+        assert drain.drain_once() == []
+        buffer = ranks.begin(1, 10, persist=True)
+        assert drain.drain_once() == []
+        assert not folder.scan()[CheckpointId(1, 10)].drained
+        shard = ranks.shard(1, 10)
+        buffer.shard[: len(shard)] = shard
+        buffer.commit(len(shard))
+        assert drain.drain_once() == ids((1, 10))
+
+    def test_a_part_that_a_rank_skipped_never_comes(self, drain, ranks, store, folder):
+        ranks.save(10, persist=True, ranks=[0])
+        ranks.save(11, ranks=[0, 1])
+        assert drain.drain_once() == []
+        assert folder.scan()[CheckpointId(1, 10)].drained
+        assert storage_files(store.root / "step-000000010-a0001") == []
+
+    def test_c7_a_rank_killed_while_filling_leaves_one_step_100_from_one_attempt(self, drain, ranks, store, folder):
+        """Case C7: rank 1 dies filling step 100 of attempt 1; attempt 2 goes on from 99 and reaches another 100."""
+        ranks.save(99)
+        ranks.save(100, persist=True, ranks=[0])
+        ranks.begin(1, 100, persist=True)
+        assert drain.drain_once() == []
+        claim(store, 1, attempt=1, step=99)
+        for buffer in folder.buffers():
+            if buffer.is_filling:
+                # The rank is dead: the lock is gone and the file says FILLING.
+                buffer._filling = None
+                buffer.release()
+        second = Ranks(folder, attempt=2)
+        assert second.save(100, persist=True, keep=ids((1, 99)))
+        assert drain.work() == ids((2, 100))
+        assert list_committed(store) == ids((2, 100))
+        assert [name for name in store.list("") if name.startswith("step")] == ["step-000000100-a0002"]
+        second.check_committed(store, 100)
+        assert all(part.drained for part in folder.parts() if part.header.persist)
+
+    def test_off_the_lineage_is_freed_and_not_written(self, drain, ranks, store, folder):
+        ranks.save(10, persist=True)
+        claim(store, 1, attempt=1, step=9)
+        assert drain.drain_once() == []
+        assert folder.scan()[CheckpointId(1, 10)].drained
+        assert list_committed(store) == []
+
+    def test_one_that_leaves_the_lineage_while_it_is_written_is_not_committed(self, drain, ranks, store, folder):
+        def restart(key):
+            store.before_write = lambda key: None
+            claim(store, 1, attempt=1, step=9)
+
+        ranks.save(10, persist=True)
+        store.before_write = restart
+        assert drain.work() == []
+        assert list_committed(store) == []
+        assert folder.scan()[CheckpointId(1, 10)].drained
+        assert [name for name in store.list("") if name.startswith("step")] == []
+
+    def test_an_attempt_without_record_is_left_alone(self, drain, folder, store):
+        Ranks(folder, attempt=1).save(10, persist=True)
+        assert drain.drain_once() == []
+        assert not folder.scan()[CheckpointId(1, 10)].drained
+        with pytest.raises(AttemptError, match="attempt 1"):
+            drain.salvage()
+
+    def test_a_buffer_in_use_is_tried_again_later(self, drain, ranks, store):
+        ranks.save(10, persist=True)
+        buffer = ranks.buffers[1][0]
+        assert buffer.reserve()
+        assert drain.drain_once() == []
+        buffer.release()
+        assert drain.drain_once() == ids((1, 10))
+
+    def test_one_that_changes_while_it_is_written_is_not_committed(self, drain, ranks, store, folder):
+        def overwrite(key):
+            store.before_write = lambda key: None
+            buffer = ranks.buffers[0][0]
+            buffer._write_slot(buffer.header()._replace(sequence=4, step=11))
+
+        ranks.save(10, persist=True)
+        store.before_write = overwrite
+        assert drain.drain_once() == []
+        assert list_committed(store) == []
+
+    @pytest.mark.parametrize("damage", ["shard", "length", "scalars", "scalars_type"])
+    def test_what_no_reader_could_load_is_given_up(self, drain, ranks, store, folder, damage):
+        ranks.save(10, persist=True, ranks=[1])
+        buffer = ranks.begin(0, 10, persist=True)
+        shard = b"\xff" * 8192 if damage == "shard" else ranks.shard(0, 10)
+        buffer.shard[: len(shard)] = shard
+        buffer.write_scalars({"scalars": b"{", "scalars_type": b"[]"}.get(damage, b"{}"))
+        buffer.commit(len(shard) - (damage == "length"))
+        assert drain.drain_once() == []
+        assert list_committed(store) == []
+        assert folder.scan()[CheckpointId(1, 10)].drained
+
+
+class TestErrors:
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+    @pytest.mark.parametrize("at", ["rank-00000.safetensors", "rank-00001.json", "manifest.json"])
+    def test_a_disk_error_is_raised_and_the_next_try_works(self, drain, ranks, store, number, at):
+        def fail(key):
+            if key.endswith(at):
+                raise OSError(number, "disk")
+
+        ranks.save(10, persist=True)
+        store.before_write = fail
+        with pytest.raises(OSError, match="disk"):
+            drain.work()
+        assert list_committed(store) == []
+        store.before_write = lambda key: None
+        assert drain.work() == ids((1, 10))
+        ranks.check_committed(store, 10)
+
+    def test_events_wait_for_a_sink_that_fails(self, ranks, folder, store):
+        class Sink(MemorySink):
+            broken = True
+
+            def emit(self, event):
+                if self.broken:
+                    raise OSError(errno.ENOSPC, "full")
+                super().emit(event)
+
+        sink = Sink()
+        drain = Drain(staging=folder, store=store, sink=sink, job="job")
+        ranks.save(10, persist=True)
+        ranks.save(20, persist=True)
+        assert drain.work() == ids((1, 10), (1, 20))
+        assert all(part.drained for part in folder.parts())
+        sink.broken = False
+        drain.work()
+        assert [event.step for event in sink.events] == [10, 20]
+
+    def test_delays_double_up_to_a_limit(self):
+        now, calls = 0.0, []
+
+        def work():
+            calls.append(now)
+            if len(calls) < 8:
+                raise OSError("disk")
+
+        retried = _Retried(work, 1.0, lambda: now)
+        while not retried.call():
+            now += 1 / 1024
+        assert calls == pytest.approx([0.0, 0.1, 0.3, 0.7, 1.5, 2.5, 3.5, 4.5], abs=0.01)
+
+
+class TestReports:
+    def damage(self, store, file):
+        path = store.root / "step-000000010-a0001" / file
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+    @pytest.mark.parametrize("file", ["rank-00001.safetensors", "rank-00000.json", "manifest.json"])
+    def test_a_damaged_checkpoint_is_quarantined(self, drain, ranks, store, folder, sink, file):
+        ranks.save(10, persist=True)
+        drain.work()
+        self.damage(store, file)
+        folder.write_report(CheckpointId(1, 10), file, "checksum")
+        drain.work()
+        assert list_committed(store) == []
+        assert store.list("quarantine") == ["step-000000010-a0001"]
+        event = sink.events[-1]
+        assert isinstance(event, CheckpointQuarantined)
+        assert (event.attempt, event.step, event.file) == (1, 10, file)
+        assert event.moved_to == "quarantine/step-000000010-a0001"
+        assert folder.reports() == []
+
+    def test_a_good_checkpoint_stays(self, drain, ranks, store, folder, sink):
+        ranks.save(10, persist=True)
+        drain.work()
+        folder.write_report(CheckpointId(1, 10), "rank-00000.safetensors", "misread")
+        folder.write_report(CheckpointId(1, 77), "rank-00000.safetensors", "no such thing")
+        drain.work()
+        assert list_committed(store) == ids((1, 10))
+        assert folder.reports() == []
+        assert len(sink.events) == 1
+
+    def test_a_name_taken_in_quarantine_gets_a_number(self, drain, ranks, store, folder, sink):
+        ranks.save(10, persist=True)
+        drain.work()
+        for name in ("step-000000010-a0001", "step-000000010-a0001-2"):
+            (store.root / "quarantine" / name).mkdir(parents=True)
+        self.damage(store, "rank-00000.safetensors")
+        folder.write_report(CheckpointId(1, 10), "rank-00000.safetensors", "checksum")
+        drain.work()
+        assert sink.events[-1].moved_to == "quarantine/step-000000010-a0001-3"
+
+    def test_the_event_of_a_drain_that_died_after_the_move_is_caught_up(self, drain, ranks, store, folder, sink):
+        ranks.save(10, persist=True)
+        drain.work()
+        store.move("step-000000010-a0001", "quarantine/step-000000010-a0001")
+        folder.write_report(CheckpointId(1, 10), "rank-00000.safetensors", "checksum")
+        drain.work()
+        assert isinstance(sink.events[-1], CheckpointQuarantined)
+
+    def test_an_io_error_is_not_damage(self, drain, ranks, store, folder, monkeypatch):
+        ranks.save(10, persist=True)
+        drain.work()
+        folder.write_report(CheckpointId(1, 10), "rank-00000.safetensors", "checksum")
+
+        def fail(key):
+            raise OSError(errno.EIO, "disk")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "read", fail)
+            with pytest.raises(OSError, match="disk"):
+                drain.work()
+        assert len(folder.reports()) == 1
+        assert list_committed(store) == ids((1, 10))
+
+
+class TestDebris:
+    def test_unfinished_folders_go_when_a_newer_attempt_exists(self, drain, ranks, store):
+        store.write("step-000000005-a0001/rank-00000.safetensors", [b"half"])
+        store.write("notes/mine.txt", [b"not ours"])
+        ranks.save(10, persist=True)
+        drain.work()
+        assert "step-000000005-a0001" in store.list("")
+        claim(store, 1, attempt=1, step=10)
+        drain.work()
+        assert store.list("") == ["attempts", "notes", "reserve.bin", "step-000000010-a0001"]
+
+    def test_what_staging_can_still_complete_is_left(self, drain, ranks, store):
+        ranks.save(10)
+        store.write("step-000000010-a0001/rank-00000.safetensors", [b"half"])
+        claim(store, 1, attempt=1, step=10)
+        drain.work()
+        assert "step-000000010-a0001" in store.list("")
+        assert drain.salvage() == CheckpointId(1, 10)
+        ranks.check_committed(store, 10)
+
+
+class TestSalvage:
+    def test_the_newest_complete_snapshot_is_saved_without_being_asked_for(self, drain, ranks, store):
+        ranks.save(10, persist=True)
+        ranks.save(11)
+        ranks.save(12, ranks=[0])
+        assert drain.salvage() == CheckpointId(1, 11)
+        assert list_committed(store) == ids((1, 10), (1, 11))
+        ranks.check_committed(store, 11)
+        assert drain.salvage() is None
+
+    def test_not_off_the_lineage(self, drain, ranks, store):
+        ranks.save(10)
+        ranks.save(11)
+        claim(store, 1, attempt=1, step=10)
+        assert drain.salvage() == CheckpointId(1, 10)
+
+    def test_not_what_storage_has_already(self, drain, ranks, store):
+        ranks.save(9)
+        ranks.save(10, persist=True)
+        drain.work()
+        assert drain.salvage() is None
+
+    def test_an_empty_folder_is_fine(self, drain):
+        assert drain.salvage() is None
+
+
+class TestLoop:
+    @contextmanager
+    def somebody_comes_while_salvaging(self, drain, monkeypatch, action):
+        real, calls = drain.salvage, []
+
+        def salvage():
+            calls.append(1)
+            result = real()
+            if len(calls) == 1:
+                action()
+            return result
+
+        monkeypatch.setattr(drain, "salvage", salvage)
+        yield calls
+
+    def loop(self, drain, folder, **options):
+        return DrainLoop(drain, folder, is_current=folder.path.exists, linger_seconds=0.0, poll_seconds=0.01, **options)
+
+    def test_it_salvages_and_removes_the_folder_when_all_have_left(self, drain, ranks, folder, store):
+        ranks.save(10)
+        assert self.loop(drain, folder).run() == 0
+        assert list_committed(store) == ids((1, 10))
+        assert not folder.path.exists()
+
+    def test_what_is_staged_during_the_salvage_is_not_lost(self, drain, ranks, folder, store, monkeypatch):
+        ranks.save(10)
+        with self.somebody_comes_while_salvaging(drain, monkeypatch, lambda: ranks.save(11)) as calls:
+            assert self.loop(drain, folder).run() == 0
+        assert len(calls) == 2
+        assert list_committed(store) == ids((1, 10), (1, 11))
+
+    def test_it_gives_up_in_the_end_and_leaves_the_snapshots(self, drain, folder):
+        Ranks(folder, attempt=1).save(10)  # without a record the salvage fails
+        assert self.loop(drain, folder, give_up_seconds=0.1).run() == 1
+        assert folder.scan()[CheckpointId(1, 10)].complete
+
+    def test_it_ends_when_the_folder_was_deleted(self, drain, folder):
+        folder.remove()
+        assert self.loop(drain, folder).run() == 0
