@@ -1,0 +1,244 @@
+"""The one call that a training script makes before its loop."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surefoot import timeline
+from surefoot.checkpoint.attempts import AttemptLog, AttemptRecord, Source, StartsFrom
+from surefoot.checkpoint.ids import CheckpointId
+from surefoot.checkpoint.lineage import on_lineage
+from surefoot.checkpoint.staging import free_bytes, required_bytes
+from surefoot.checkpoint.staging_folder import StagingFolder
+from surefoot.errors import StagingTooSmall, UsageError
+from surefoot.sdk.collectives import ControlGroup
+from surefoot.sdk.data.loader import Loader, dataset_length
+from surefoot.sdk.data.order import DataOrder
+from surefoot.sdk.host import Host
+from surefoot.sdk.replication import rehearse, replicate, unwrap
+from surefoot.sdk.restore import SEED, find_candidates, restore
+from surefoot.sdk.session import Counters, Session, Trained
+from surefoot.sdk.settings import SessionSettings, resolve
+from surefoot.sdk.snapshot import Snapshots
+from surefoot.sdk.state import Stateful, TrainingState
+
+HANG_LIMIT = timedelta(minutes=30)
+"""Longest that ranks wait for each other in one exchange."""
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    dataset: Any,
+    global_batch_size: int,
+    micro_batch_size: int | None = None,
+    lr_scheduler: Any = None,
+    max_grad_norm: float | None = None,
+    grad_scaler: Any = None,
+    total_steps: int | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    shuffle: bool = True,
+    extra_state: Mapping[str, Stateful] | None = None,
+    job: str | None = None,
+    storage: str | Path | None = None,
+    run_dir: str | Path | None = None,
+    seed: int | None = None,
+    checkpoint: Mapping[str, Any] | None = None,
+) -> Session:
+    """Join the job: load the newest state there is, and return the session to loop over.
+
+    Call it once per process, from the main thread, on every rank, after the model, optimizer and scheduler are made
+    and on their device. Works under `surefoot run`, plain torchrun and plain python. Weights, optimizer, scheduler,
+    gradient scaler and data position continue exactly where the newest usable snapshot or checkpoint left them.
+
+    Args:
+        model: Plain or already in DistributedDataParallel. Call `session.model` in the loop, not this one.
+        optimizer: Over parameters of this model.
+        dataset: Map-style: `len()` and `[index]`. Its order is the session's: a pure function of the seed.
+        global_batch_size: Samples per optimizer step over all ranks; constant when the world size changes.
+        micro_batch_size: Most samples per forward pass of a rank; None: a rank's whole part. More than one
+            micro-batch per step is gradient accumulation.
+        lr_scheduler: Stepped after each update.
+        max_grad_norm: Clip gradients to this global L2 norm.
+        grad_scaler: torch's GradScaler for fp16 autocast.
+        total_steps: The loop ends after this step; None: it goes on until it is stopped.
+        collate_fn: Makes a batch of a list of samples; None: torch's default.
+        num_workers: DataLoader worker processes of this rank.
+        shuffle: False: samples in index order in every epoch.
+        extra_state: More objects with state_dict/load_state_dict to keep in the checkpoint (an EMA, say), by name.
+        job: Name of the job; the script's name by default. The spec of `surefoot run` wins over this and the
+            following ones.
+        storage: Folder of all jobs' checkpoints (default `.surefoot/checkpoints`).
+        run_dir: Folder of all jobs' logs and events (default `.surefoot/run`).
+        seed: Of data order and per-step random state (default 0).
+        checkpoint: Keys of `surefoot.spec.CheckpointSpec`, e.g. `{"save_every_steps": 500}`.
+
+    Raises:
+        UsageError: a wrong argument, or a checkpoint of another model; names it.
+        StagingTooSmall: the staging file system cannot hold the snapshots.
+        NoUsableCheckpoint: the job had progress and nothing of it can be read.
+        AttemptTaken: the same job was started somewhere else at this moment.
+    """
+    timeline.mark("attach")
+    settings = resolve(
+        {"job": job, "storage": storage, "run_dir": run_dir, "seed": seed, "checkpoint": checkpoint}
+    )
+    _check_numbers(micro_batch_size=micro_batch_size, total_steps=total_steps)
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise UsageError("max_grad_norm", f"must be greater than 0 (got {max_grad_norm})")
+    plain = unwrap(model)
+    device = next(plain.parameters()).device
+    state = TrainingState(plain, optimizer, _named_states(lr_scheduler, grad_scaler, extra_state))
+    order = DataOrder(dataset_length(dataset), global_batch_size, settings.spec.seed, shuffle)
+    host = _join(settings, device)
+    timeline.mark("host")
+
+    log = AttemptLog(host.store)
+    records = _read_records(host.group, log)
+    found = [] if settings.from_seed else find_candidates(host, records)
+    model = replicate(model, host.group.world_size, init_sync=not found)
+    rehearse(model, host.group.world_size)
+    timeline.mark("replicated")
+    restored = restore(host, state, found) if found else SEED
+    timeline.mark("loaded")
+    record = _claim(host, log, records, restored.starts_from)
+    host.begin_attempt(record)
+    timeline.mark("claimed")
+    return Session(
+        trained=Trained(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            grad_scaler=grad_scaler,
+            max_grad_norm=max_grad_norm,
+            total_steps=total_steps,
+            tokens_per_sample=getattr(dataset, "tokens_per_sample", None),
+        ),
+        host=host,
+        record=record,
+        counters=Counters(restored.step, restored.updates),
+        loader=Loader(
+            dataset,
+            order,
+            rank=host.group.rank,
+            world_size=host.group.world_size,
+            micro_batch_size=micro_batch_size,
+            start_step=restored.step,
+            total_steps=total_steps,
+            skip_windows=record.skip_windows,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=device.type == "cuda",
+        ),
+        snapshots=_prepare_snapshots(host, state, plain, optimizer, records | {record.attempt: record}),
+        seed=settings.spec.seed,
+    )
+
+
+def _check_numbers(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise UsageError(name, f"must be at least 1 (got {value})")
+
+
+def _named_states(
+    lr_scheduler: Any, grad_scaler: Any, extra_state: Mapping[str, Stateful] | None
+) -> dict[str, Stateful]:
+    named = {"lr_scheduler": lr_scheduler, "grad_scaler": grad_scaler}
+    named |= {f"extra_state.{name}": item for name, item in (extra_state or {}).items()}
+    for name, item in named.items():
+        if item is not None and not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+            raise UsageError(name, f"is a {type(item).__name__} without state_dict() and load_state_dict()")
+    return {name: item for name, item in named.items() if item is not None}
+
+
+def _join(settings: SessionSettings, device: torch.device) -> Host:
+    """Meet the other ranks and this host's other processes of the job."""
+    spec = settings.spec
+    folder = StagingFolder.create(settings.checkpoint.staging_dir, spec.job, spec.storage)
+    folder.hold_session()
+    host = Host(settings, ControlGroup.join(device, HANG_LIMIT), folder)
+    host.ensure_drain()
+    return host
+
+
+def _read_records(group: ControlGroup, log: AttemptLog) -> dict[int, AttemptRecord]:
+    """Return the attempt records as rank 0 sees them, on every rank."""
+    mine = [record.model_dump(mode="json") for record in log.read_all().values()] if group.rank == 0 else None
+    shared = [AttemptRecord.model_validate(data) for data in group.broadcast_json(mine)]
+    return {record.attempt: record for record in shared}
+
+
+def _claim(
+    host: Host, log: AttemptLog, records: Mapping[int, AttemptRecord], starts_from: StartsFrom
+) -> AttemptRecord:
+    """Claim the next attempt on rank 0 and tell the others. LR factor and skip windows go on from the newest record."""
+    claimed = None
+    if host.group.rank == 0:
+        newest = records.get(max(records, default=0))
+        record = log.claim(
+            after=0 if newest is None else newest.attempt,
+            starts_from=starts_from,
+            lr_factor=1.0 if newest is None else newest.lr_factor,
+            skip_windows=() if newest is None else newest.skip_windows,
+            cause=host.settings.cause,
+            world_size=host.group.world_size,
+            host=socket.gethostname(),
+            started_at=datetime.now(UTC),
+        )
+        claimed = record.model_dump(mode="json")
+    return AttemptRecord.model_validate(host.group.broadcast_json(claimed))
+
+
+def _prepare_snapshots(
+    host: Host,
+    state: TrainingState,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    records: Mapping[int, AttemptRecord],
+) -> Snapshots:
+    attempt = max(records)
+    starts_from = records[attempt].starts_from
+
+    @cache
+    def is_on_lineage(checkpoint_id: CheckpointId) -> bool:
+        return on_lineage(checkpoint_id, attempt, records)
+
+    if starts_from.source is Source.SEED:
+        _check_room(host, model, optimizer)
+        return Snapshots(state, host, is_on_lineage, None)
+    snapshots = Snapshots(state, host, is_on_lineage, starts_from.checkpoint_id)
+    snapshots.prepare()
+    return snapshots
+
+
+def _check_room(host: Host, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse now what would not fit after the first step, when the optimizer's state is there to be counted.
+
+    Raises:
+        StagingTooSmall: the buffers of all ranks of this host will not fit.
+    """
+    tensors = [value for value in model.state_dict().values() if isinstance(value, torch.Tensor)]
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    # Two moments per parameter, as Adam has; optimizers with less are overestimated, exotic ones found out later.
+    moments = 0 if _is_plain_sgd(optimizer) else 2
+    state_bytes = sum(t.nbytes for t in tensors) + moments * sum(t.nbytes for t in trained)
+    ranks = host.group.world_size
+    needed = ranks * required_bytes(state_bytes // ranks, host.settings.checkpoint.num_buffers)
+    held = sum(buffer.path.stat().st_size for buffer in host.folder.buffers())
+    available = free_bytes(host.folder.path) + held
+    if needed > available:
+        raise StagingTooSmall(str(host.settings.checkpoint.staging_dir), needed, available)
+
+
+def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)

@@ -1,0 +1,137 @@
+"""What one rank shares with the rest of its host and with the job: pages, events, the drain, the newest attempt."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from surefoot.checkpoint.attempts import AttemptLog, AttemptRecord
+from surefoot.checkpoint.drain_start import start_drain
+from surefoot.checkpoint.locks import holder_pid
+from surefoot.checkpoint.staging_folder import StagingFolder
+from surefoot.checkpoint.store import LocalStore
+from surefoot.errors import Superseded
+from surefoot.events import AttemptStarted, Event, JsonlSink, TimelineMark
+from surefoot.progress import Control, ControlPage, Phase, ProgressPage, control_path, progress_path
+from surefoot.sdk.collectives import ControlGroup
+from surefoot.sdk.reporting import Reporter
+from surefoot.sdk.settings import SessionSettings
+
+
+class Host:
+    """This rank's handles; opened by `attach`, closed by the session.
+
+    Args:
+        settings: The job's settings.
+        group: The ranks.
+        folder: The job's staging folder, with the session lock held by this process.
+    """
+
+    def __init__(self, settings: SessionSettings, group: ControlGroup, folder: StagingFolder) -> None:
+        self.settings = settings
+        self.group = group
+        self.folder = folder
+        self.store = LocalStore(job_folder(settings))
+        self.page = ProgressPage.create(progress_path(folder.path, group.rank))
+        self.page.write(attempt=0, step=0, start_step=-1, phase=Phase.START)
+        try:
+            self._control: ControlPage | None = ControlPage.open(control_path(folder.path))
+        except FileNotFoundError:
+            self._control = None  # plain torchrun: nobody asks for anything
+        self._attempt = 0
+        self._drain: subprocess.Popen[bytes] | None = None  # kept, or its end would be warned about
+        self._superseded_by: AttemptRecord | None = None
+        self._attempts = AttemptLog(self.store)  # of the background thread alone
+        self._reporter: Reporter | None = None
+        if group.rank == 0:
+            self._reporter = Reporter(JsonlSink(settings.spec.events_path), every_second=self._watch)
+
+    def report(self, event: Event) -> None:
+        """Queue an event; ranks other than 0 stay silent. Never blocks."""
+        if self._reporter is not None:
+            self._reporter.report(event)
+
+    @property
+    def num_dropped_events(self) -> int:
+        """Events given up so far because nobody took them."""
+        return 0 if self._reporter is None else self._reporter.num_dropped
+
+    def read_control(self) -> Control:
+        """Return what the launcher asks for: a memory read."""
+        return Control() if self._control is None else self._control.read()
+
+    def begin_attempt(self, record: AttemptRecord) -> None:
+        """Note the attempt that this process trains in, and say so on the progress page."""
+        self._attempt = record.attempt
+        start_step = record.starts_from.step
+        self.page.write(attempt=record.attempt, step=start_step, start_step=start_step, phase=Phase.STEP)
+
+    def _watch(self) -> None:
+        """Look after what may go wrong beside training, once a second on the background thread."""
+        self.ensure_drain()
+        newest = self._attempts.newest()
+        if newest is not None and 0 < self._attempt < newest.attempt:
+            self._superseded_by = newest
+
+    def check_not_superseded(self) -> None:
+        """Stop this attempt when somebody has claimed a newer one (looked for once a second in the background).
+
+        Raises:
+            Superseded: names the newer attempt.
+        """
+        newer = self._superseded_by
+        if newer is not None:
+            raise Superseded(
+                f"attempt {newer.attempt} was started on {newer.host} at {newer.started_at:%Y-%m-%d %H:%M:%S} UTC; "
+                f"attempt {self._attempt} ends here so that only one of them trains"
+            )
+
+    def report_start(
+        self, record: AttemptRecord, total_steps: int | None, marks: tuple[TimelineMark, ...]
+    ) -> None:
+        """Report the attempt with the moments of its start. Rank 0, after its first step."""
+        self.report(
+            AttemptStarted(
+                job=self.settings.spec.job,
+                attempt=record.attempt,
+                rank=0,
+                world_size=record.world_size,
+                from_attempt=record.starts_from.attempt,
+                from_step=record.starts_from.step,
+                source=record.starts_from.source,
+                cause=record.cause,
+                lr_factor=record.lr_factor,
+                total_steps=total_steps,
+                timeline=marks,
+            )
+        )
+
+    def ensure_drain(self) -> None:
+        """Start the drain when nobody drains this job's staging folder. Does something on local rank 0 only.
+
+        It outlives this process: what is staged becomes durable even when every rank is killed.
+        """
+        if int(os.environ.get("LOCAL_RANK", "0")) != 0 or holder_pid(self.folder.path / "drain.lock") is not None:
+            return
+        if self._drain is not None and self._drain.poll() is None:
+            return  # it has not come to its lock yet
+        spec = self.settings.spec
+        self._drain = start_drain(
+            staging=self.folder.path,
+            storage=spec.storage,
+            job=spec.job,
+            events=spec.events_path,
+            log=spec.job_run_dir / "logs" / "drain.log",
+        )
+
+    def close(self) -> None:
+        """Hand over the last events and let go of the session lock. Idempotent."""
+        if self._reporter is not None:
+            self._reporter.close()
+        self.folder.release_session()
+
+
+def job_folder(settings: SessionSettings) -> Path:
+    """Return the folder of the job's checkpoints and attempts."""
+    return settings.spec.storage / settings.spec.job

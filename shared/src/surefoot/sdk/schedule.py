@@ -1,0 +1,62 @@
+"""When to snapshot and when to save."""
+
+from __future__ import annotations
+
+import time
+
+from surefoot.spec import CheckpointSpec
+
+
+class SaveSchedule:
+    """Decides for each step. Steps decide the same on all ranks; by time and on request rank 0 decides.
+
+    Args:
+        spec: The intervals.
+        total_steps: The last step, which is always saved; None: not known.
+        now: CLOCK_MONOTONIC; the first interval begins here.
+    """
+
+    def __init__(self, spec: CheckpointSpec, total_steps: int | None, now: float | None = None) -> None:
+        self._spec = spec
+        self._total_steps = total_steps
+        self._saved_at = time.monotonic() if now is None else now
+        self._requests_served: int | None = None
+        self._requests_seen = 0
+        self._owed = False
+
+    def wants_snapshot(self, step: int) -> bool:
+        """Return whether the state after `step` may go into a buffer; the same answer on every rank."""
+        every = self._spec.snapshot_every_steps
+        # Without per-step snapshots any step may become a save, by time or on request, which only rank 0 knows.
+        return every == 0 or step % every == 0 or self._is_save_step(step)
+
+    def _is_save_step(self, step: int) -> bool:
+        every = self._spec.save_every_steps
+        return step == self._total_steps or (every is not None and step % every == 0)
+
+    def wants_save(self, step: int, now: float, save_requests: int, *, stop: bool) -> bool:
+        """Return whether the state after `step` is to become durable. Rank 0's answer counts.
+
+        Args:
+            step: The step that is about to end.
+            now: CLOCK_MONOTONIC.
+            save_requests: How often somebody has asked for a save since the launcher started.
+            stop: Whether this is the last step because somebody asked.
+        """
+        if self._requests_served is None:
+            self._requests_served = save_requests  # asked for before this attempt: served or moot
+        self._requests_seen = save_requests
+        every = self._spec.save_every_seconds
+        by_time = every is not None and now - self._saved_at >= every
+        requested = save_requests > self._requests_served
+        return stop or by_time or requested or self._owed or self._is_save_step(step)
+
+    def missed(self, *, save: bool) -> None:
+        """Note that no buffer was free; a save that was due is made up for at the next snapshot."""
+        self._owed = self._owed or save
+
+    def saved(self, now: float) -> None:
+        """Note that a state was handed over for saving."""
+        self._saved_at = now
+        self._owed = False
+        self._requests_served = self._requests_seen

@@ -1,0 +1,160 @@
+"""Field cases R1-R3, R5-R7, C4, C5 on real jobs: launcher, gloo, staging, drain."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from helpers.jobs import Job
+from surefoot.checkpoint.attempts import Source
+from surefoot.checkpoint.ids import CheckpointId
+from surefoot.events import AttemptStarted, CheckpointCommitted, RankFailed
+from surefoot.testing.faults import FaultInjector, kill, wait_for_progress
+
+SLOW_STEP = ["--step-seconds", "0.02"]
+
+
+@pytest.fixture(scope="module")
+def whole_ids(tmp_path_factory):
+    """The ids of each of 18 steps of a job that never stopped: 3 epochs, 2 ranks, global batch 8."""
+    job = Job(tmp_path_factory.mktemp("whole"), "whole-ids", trainer=["--steps", "18"])
+    job.run()
+    return job.joined_ids()
+
+
+def wait_until_gone(path):
+    deadline = time.monotonic() + 20
+    while path.exists():
+        assert time.monotonic() < deadline, f"{path} is still there"
+        time.sleep(0.01)
+
+
+def losses(job):
+    return [(line["step"], line["rank"], line["loss"]) for line in job.lines()]
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_r1_resume_after_a_kill_is_bit_equal(make_job, nproc):
+    """Weights, moments, step counts, scheduler: equal to a run that never stopped, at equal world size."""
+    trainer = ["--steps", "20", "--batch", "12"]
+    whole = make_job("whole", nproc=nproc, trainer=trainer)
+    whole.run()
+    broken = make_job("broken", nproc=nproc, trainer=[*trainer, *SLOW_STEP])
+    broken.run([kill(rank=nproc - 1).at(step=10)])
+    assert broken.newest_state() == whole.newest_state()
+    assert losses(broken) == losses(whole)
+    assert len(broken.records()) == 2
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(120)
+def test_r1_resume_from_storage_is_bit_equal(make_job):
+    """As R1, with every process killed and staging memory gone: from the committed checkpoint."""
+    whole = make_job("whole", trainer=["--steps", "20"])
+    whole.run()
+    broken = make_job("broken", trainer=["--steps", "20", "--step-seconds", "0.05"])
+    process = broken.start()
+    with FaultInjector(broken.staging, [kill(rank=0).at(step=8)]):
+        wait_for_progress(broken.staging, 1, 11, 1, threading.Event())
+        process.kill()
+        process.communicate(timeout=20)
+    wait_until_gone(broken.staging)
+    broken.trainer = ["--steps", "20"]
+    broken.run()
+    assert broken.records()[3].starts_from.source is Source.COMMITTED
+    assert broken.newest_state() == whole.newest_state()
+    assert losses(broken) == losses(whole)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_r2_ids_of_three_kills_equal_those_of_none(make_job, whole_ids, workers):
+    """3 epochs; every global step's ids, in order, equal the uninterrupted run's; each epoch is a permutation."""
+    broken = make_job("broken", trainer=["--steps", "18", "--workers", str(workers), *SLOW_STEP])
+    broken.run([kill(rank=1).at(step=5), kill(rank=0).at(step=9), kill(rank=1).at(step=13)])
+    assert broken.joined_ids() == whole_ids
+    flat = [sample for ids in broken.joined_ids() for sample in ids]
+    for epoch in range(3):
+        assert sorted(flat[epoch * 48 : (epoch + 1) * 48]) == list(range(48))
+    assert len({tuple(flat[epoch * 48 : (epoch + 1) * 48]) for epoch in range(3)}) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_r3_resume_right_after_the_last_batch_of_an_epoch(make_job, whole_ids, workers):
+    """6 steps make an epoch: a job that ends there goes on with batch 0 of the next epoch in its order."""
+    job = make_job("parts", trainer=["--steps", "6", "--workers", str(workers)])
+    job.run()
+    assert job.records()[1].starts_from.step == 0
+    job.trainer = ["--steps", "12", "--workers", str(workers)]
+    job.run()
+    assert job.records()[2].starts_from.step == 6
+    assert job.joined_ids() == whole_ids[:12]
+
+
+def test_r5_accumulation_counts_micro_batches(make_job):
+    """Accumulation 4, killed after 10 steps: on with micro-batch 40; with accumulation 2 the same remaining ids."""
+    whole = make_job("whole", nproc=1, trainer=["--steps", "16", "--micro", "2"])
+    whole.run()
+    assert len([line for line in whole.lines() if line["step"] == 1]) == 4
+    job = make_job("parts", nproc=1, trainer=["--steps", "10", "--micro", "2"])
+    job.run()
+    job.trainer = ["--steps", "16", "--micro", "4"]
+    job.run()
+    resumed = [line for line in job.lines() if line["step"] == 11]
+    assert len(resumed) == 2
+    uninterrupted = [line["ids"] for line in whole.lines()]
+    assert resumed[0]["ids"][:2] == uninterrupted[40]
+    assert job.joined_ids() == whole.joined_ids()
+
+
+@pytest.mark.parametrize("scheduler", ["warmup-cosine", "onecycle"])
+def test_r6_learning_rate_is_equal_to_the_last_bit(make_job, scheduler):
+    trainer = ["--steps", "40", "--scheduler", scheduler]
+    whole = make_job("whole", nproc=1, trainer=trainer)
+    whole.run()
+    broken = make_job("broken", nproc=1, trainer=[*trainer, "--step-seconds", "0.01"])
+    broken.run([kill(rank=0).at(step=20)])
+    assert [line["lr"] for line in broken.lines()] == [line["lr"] for line in whole.lines()]
+
+
+def test_r7_resume_at_other_world_sizes(make_job, whole_ids):
+    """2 ranks, then 1, then 3: no crash, the ids of every global step as at constant world size."""
+    job = make_job("elastic", nproc=2, trainer=["--steps", "4"])
+    job.run()
+    for nproc, steps in ((1, 8), (3, 12)):
+        job.nproc = nproc
+        job.trainer = ["--steps", str(steps)]
+        job.run()
+    assert [record.world_size for record in job.records().values()] == [2, 1, 3]
+    assert job.joined_ids() == whole_ids[:12]
+
+
+def test_c5_exit_waits_until_the_last_save_is_durable(make_job):
+    job = make_job(trainer=["--steps", "5"])
+    job.run()
+    assert job.committed() == [CheckpointId(1, 5)]
+    _, scalars = job.newest_state()
+    assert scalars["step"] == 5
+    assert [event.step for event in job.events(CheckpointCommitted)] == [5]
+    assert not job.staging.exists()
+
+
+def test_start_reports_where_it_came_from(make_job):
+    job = make_job(trainer=["--steps", "12", *SLOW_STEP])
+    job.run([kill(rank=1).at(step=6)])
+    first, second = job.events(AttemptStarted)
+    assert (first.source, first.from_step) == ("SEED", 0)
+    assert second.source == "STAGED"
+    assert second.from_step >= 6
+    (failed,) = job.events(RankFailed)
+    assert failed.exit_code == -9
+    assert failed.rank == 1
+
+
+def test_finished_job_started_again_has_nothing_to_do(make_job):
+    job = make_job(trainer=["--steps", "5"])
+    job.run()
+    job.run()
+    assert [line["step"] for line in job.lines() if line["rank"] == 0] == [1, 2, 3, 4, 5]
+    assert job.committed() == [CheckpointId(1, 5)]

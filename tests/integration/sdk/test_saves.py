@@ -1,0 +1,173 @@
+"""Field cases C1, C4, C7 on real jobs, and what happens to the drain and to the launcher beside a running job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from surefoot.checkpoint.attempts import Source
+from surefoot.checkpoint.catalog import verify
+from surefoot.checkpoint.ids import CheckpointId, folder_name
+from surefoot.checkpoint.locks import holder_pid
+from surefoot.events import CheckpointCommitted, CheckpointQuarantined, RestoreFellBack
+from surefoot.processes import find_job_processes
+from surefoot.progress import ProgressPage, progress_path
+from surefoot.testing.faults import kill
+
+SLOW_STEP = ["--step-seconds", "0.02"]
+
+
+def wait_until(condition, timeout_seconds=30.0):
+    deadline = time.monotonic() + timeout_seconds
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.005)
+    return result
+
+
+def step_of(job, rank=0):
+    try:
+        progress = ProgressPage.open(progress_path(job.staging, rank)).read()
+    except FileNotFoundError:
+        return -1
+    return -1 if progress is None or progress.start_step < 0 else progress.step
+
+
+def drain_of(job):
+    return holder_pid(job.staging / "drain.lock")
+
+
+@pytest.mark.parametrize("damage", ["delete", "halve", "empty"])
+def test_c1_a_damaged_checkpoint_is_left_for_the_one_before(make_job, damage):
+    """The newest checkpoint loses a shard's bytes: the one before is used, the bad one quarantined, with the reason."""
+    job = make_job(trainer=["--steps", "10"], checkpoint={"save_every_steps": 5})
+    job.run()
+    assert job.committed() == [CheckpointId(1, 5), CheckpointId(1, 10)]
+    shard = job.storage / job.name / folder_name(CheckpointId(1, 10)) / "rank-00001.safetensors"
+    if damage == "delete":
+        shard.unlink()
+    else:
+        os.truncate(shard, 0 if damage == "empty" else shard.stat().st_size // 2)
+    job.trainer = ["--steps", "12"]
+    job.run()
+    start = job.records()[2].starts_from
+    assert (start.checkpoint_id, start.source) == (CheckpointId(1, 5), Source.COMMITTED)
+    (fell_back,) = job.events(RestoreFellBack)
+    assert (fell_back.candidate_step, fell_back.source) == (10, "COMMITTED")
+    assert "rank-00001.safetensors" in fell_back.reason
+    (quarantined,) = job.events(CheckpointQuarantined)
+    assert (quarantined.step, quarantined.file) == (10, "rank-00001.safetensors")
+    assert (job.storage / job.name / quarantined.moved_to).is_dir()
+    assert CheckpointId(1, 10) not in job.committed()
+    assert job.committed()[-1] == CheckpointId(2, 12)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(120)
+def test_c4_a_blocked_writer_writes_what_was_saved(make_job):
+    """Saved at step 10 while the writer is stopped, trained on to 15: the file is step 10, to the bit."""
+    reference = make_job("reference", trainer=["--steps", "40"], checkpoint={"save_every_steps": 10})
+    reference.run()
+    job = make_job("blocked", trainer=["--steps", "40", "--step-seconds", "0.05"], checkpoint={"save_every_steps": 10})
+    process = job.start()
+    try:
+        wait_until(lambda: step_of(job) >= 2)
+        drain = wait_until(lambda: drain_of(job))
+        os.kill(drain, signal.SIGSTOP)
+        assert step_of(job) < 10
+        wait_until(lambda: step_of(job) >= 15)
+        assert job.committed() == []
+        os.kill(drain, signal.SIGCONT)
+        wait_until(lambda: CheckpointId(1, 10) in job.committed())
+    finally:
+        os.kill(drain, signal.SIGCONT)
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+    ours, theirs = (state_at(j, CheckpointId(1, 10)) for j in (job, reference))
+    assert ours == theirs
+
+
+def state_at(job, checkpoint_id):
+    """Every byte of a checkpoint's shards, and its scalars without the time."""
+    verify(job.store, checkpoint_id)
+    folder = job.storage / job.name / folder_name(checkpoint_id)
+    shards = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    scalars = json.loads((folder / "rank-00000.json").read_text())["scalars"]
+    del scalars["saved_at"]
+    return shards, scalars
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(120)
+def test_c7_a_rank_killed_in_the_middle_of_a_save(make_job):
+    """Rank 1 dies copying step 10; the retry reaches step 10 again: one committed step 10, of one attempt."""
+    job = make_job(
+        trainer=["--steps", "14", "--fault", "1:staging.copied=kill@10"], checkpoint={"save_every_steps": 10}
+    )
+    job.run()
+    assert job.committed() == [CheckpointId(2, 10), CheckpointId(2, 14)]
+    assert job.records()[2].starts_from.checkpoint_id == CheckpointId(1, 9)
+    whole = make_job("whole", trainer=["--steps", "14"])
+    whole.run()
+    assert job.newest_state() == whole.newest_state()
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(120)
+def test_a_killed_drain_is_replaced_and_no_save_is_lost(make_job):
+    job = make_job(trainer=["--steps", "60", "--step-seconds", "0.05"], checkpoint={"save_every_steps": 10})
+    process = job.start()
+    wait_until(lambda: step_of(job) >= 3)
+    first = wait_until(lambda: drain_of(job))
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: drain_of(job) not in (None, first))
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert [i.step for i in job.committed()] == [10, 20, 30, 40, 50, 60]
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(120)
+def test_sigkill_of_the_launcher_leaves_no_process_and_loses_no_step(make_job):
+    """5 s after the SIGKILL nothing of the job runs, the drain included, and the newest snapshot is durable."""
+    job = make_job(trainer=["--steps", "500", "--step-seconds", "0.02"])
+    process = job.start()
+    wait_until(lambda: step_of(job) >= 20)
+    drain = wait_until(lambda: drain_of(job))
+    process.send_signal(signal.SIGKILL)
+    killed_at = time.monotonic()
+    process.communicate(timeout=20)
+    reached = step_of(job)
+    wait_until(lambda: not find_job_processes(job.staging.name))
+    wait_until(lambda: is_over(drain))
+    assert time.monotonic() - killed_at < 5.0
+    assert not job.staging.exists()
+    (saved,) = job.committed()
+    assert saved.step >= reached - 1
+    verify(job.store, saved)
+    assert job.events(CheckpointCommitted)[-1].step == saved.step
+
+
+def is_over(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(120)
+def test_the_example_of_a_users_own_script_survives_a_kill(make_job):
+    script = "services/worker/examples/own_script.py"
+    job = make_job(entrypoint=f"{script} --steps 60")
+    job.run([kill(rank=1).at(step=20)])
+    assert len(job.records()) == 2
+    assert job.committed()[-1] == CheckpointId(2, 60)
+    printed = (job.folder / "run" / job.name / "logs" / "rank-00000.out").read_text()
+    assert "step 60 loss" in printed
+    assert "attempt 2" in printed
