@@ -1,0 +1,58 @@
+"""`surefoot run`: check the spec, launch the ranks from the main thread, show them from another."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from surefoot import preflight
+from surefoot.cli.tail import EventTail
+from surefoot.cli.view import ViewMode, showing
+from surefoot.cli.view_state import describe_exit
+from surefoot.errors import EXIT_OK, EXIT_PREEMPTED
+from surefoot.events import JobFinished, RankFailed
+from surefoot.spec import load_spec
+
+
+def run(
+    file: Annotated[Path, typer.Argument(metavar="SPEC", help="What to run: a YAML or JSON spec.")],
+    *,
+    from_seed: Annotated[
+        bool, typer.Option("--from-seed", help="Start over at step 0, although the job may have progress.")
+    ] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Occasional lines instead of the live panel.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show only how it ended, if badly.")] = False,
+) -> None:
+    """Run a training job and keep it running.
+
+    Ctrl-C or SIGTERM: save, stop and exit 75; run it again to go on.
+    """
+    spec = preflight.check(load_spec(file))
+    mode = ViewMode.QUIET if quiet else ViewMode.PLAIN if plain else ViewMode.LIVE
+    outcome = EventTail(spec.events_path)
+    with showing(spec, Console(), mode):
+        from surefoot_worker.launcher.main import launch  # torch: seconds that bad input must not wait for
+
+        code = launch(spec, from_seed=from_seed)
+    if code not in (EXIT_OK, EXIT_PREEMPTED):
+        _explain(outcome, spec.job_run_dir / "logs")
+    raise typer.Exit(code)
+
+
+def _explain(outcome: EventTail, logs: Path) -> None:
+    """Say on stderr how the job ended: its reason, and the last rank failure with its traceback."""
+    events = outcome.poll()
+    failures = [event for event in events if isinstance(event, RankFailed)]
+    for failure in failures[-1:]:
+        _say(failure.traceback or f"rank {failure.rank} {describe_exit(failure)}")
+    for finished in (event for event in events if isinstance(event, JobFinished)):
+        reason = finished.reason.partition("\n")[0]  # the traceback stands above
+        _say(f"surefoot: {finished.state}: {reason}; logs are in {logs}")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text.rstrip()}\n")

@@ -1,0 +1,35 @@
+"""`python -m surefoot_worker.launcher SPEC.yaml [--from-seed]`: run a job without a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from surefoot.errors import SurefootError
+from surefoot.spec import load_spec
+from surefoot_worker.launcher.main import launch
+from surefoot_worker.launcher.signals import STOP_SIGNALS
+
+
+def main() -> int:
+    """Run the job; return the exit code of `launch`, or that of the error that kept it from starting."""
+    parser = argparse.ArgumentParser(prog="python -m surefoot_worker.launcher", description=__doc__)
+    parser.add_argument("spec", type=Path, help="a YAML or JSON spec")
+    parser.add_argument("--from-seed", action="store_true", help="start over although the job has progress")
+    arguments = parser.parse_args()
+    logging.basicConfig(stream=sys.stderr, format="surefoot: %(message)s")
+    try:
+        return launch(load_spec(arguments.spec), from_seed=arguments.from_seed)
+    except SurefootError as error:
+        sys.stderr.write(f"surefoot: error: {error}\n")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    for number in STOP_SIGNALS:  # it is over; one more signal would only spoil the exit code
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(exit_code)

@@ -1,0 +1,212 @@
+"""Torch's elastic agent with our own processes: a failure is seen at once, answered with SIGKILL, and judged.
+
+`SimpleElasticAgent` is torch's base for agents; its run loop calls the four methods that are overridden here.
+`LocalElasticAgent` is not used: it ends ranks with SIGTERM and up to 30 s of waiting, installs signal handlers,
+polls, deletes log folders, and hands every return value through semaphores.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.events.api import Event as TorchEvent
+from torch.distributed.elastic.events.api import EventSource
+
+from surefoot import timeline
+from surefoot.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
+from surefoot.events import JobState
+from surefoot_worker.launcher import failure as failures
+from surefoot_worker.launcher import policy
+from surefoot_worker.launcher.failure import Failure, RankExit
+from surefoot_worker.launcher.pages import Pages
+from surefoot_worker.launcher.ranks import RankProcesses
+from surefoot_worker.launcher.reporting import Reports
+from surefoot_worker.launcher.signals import SAVE_SIGNAL, STOP_SIGNALS, SignalInbox
+from surefoot_worker.launcher.starter import RankStarter
+
+UNLIMITED_RESTARTS = 2**31 - 1
+"""For torch, which names nothing by the count any more; the budget is `policy`'s."""
+_ECHO_SECONDS = 0.02
+_LOOK_FOR_NODES_SECONDS = 1.0
+
+log = logging.getLogger("surefoot.launcher")
+
+
+class JobEnded(Exception):
+    """The job is over, and not because every rank finished.
+
+    Args:
+        state: How it ended.
+        reason: Why, for a person.
+        exit_code: Of the launcher.
+    """
+
+    def __init__(self, state: JobState, reason: str, exit_code: int) -> None:
+        super().__init__(reason)
+        self.state = state
+        self.reason = reason
+        self.exit_code = exit_code
+
+
+class Agent(SimpleElasticAgent):
+    """Runs the ranks of this node until they finish or may not be started again. Main thread only.
+
+    Args:
+        worker_spec: For torch: world size, rendezvous.
+        starter: Makes processes.
+        pages: What ranks say and are told through memory.
+        inbox: Signals to this process.
+        reports: Where events go.
+        limits: `max_restarts` and `window_seconds` for the policy.
+        history: Restarts of earlier launchers in the window.
+        from_seed: Asked at each start: are the ranks still to be told to start over?
+    """
+
+    def __init__(
+        self,
+        worker_spec: WorkerSpec,
+        *,
+        starter: RankStarter,
+        pages: Pages,
+        inbox: SignalInbox,
+        reports: Reports,
+        limits: dict[str, Any],
+        history: policy.History,
+        from_seed: Callable[[], bool],
+    ) -> None:
+        super().__init__(worker_spec)
+        self.num_restarts = 0
+        self.stopping = False
+        self._starter = starter
+        self._pages = pages
+        self._inbox = inbox
+        self._reports = reports
+        self._limits = limits
+        self._history = history
+        self._from_seed = from_seed
+        self._ranks: RankProcesses | None = None
+        self._failure: Failure | None = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks that the rendezvous gave us; torch calls it for the first and every later set."""
+        timeline.mark("rendezvous")
+        self._answer_requests()
+        cause = "started by the user"
+        if self._failure is not None:
+            cause = f"{policy.RESTART_CAUSE_PREFIX}{self._failure.summary()}"
+        self._ranks = self._starter.start(
+            worker_group, restart=self.num_restarts, cause=cause, from_seed=self._from_seed()
+        )
+        timeline.mark("forked")
+        # Written only now: a slow disk under the event file must not hold up the ranks.
+        if self._failure is not None:
+            self._reports.rank_failed(self._failure)
+        pids = self._ranks.pids()
+        self._reports.ranks_started(self.num_restarts, pids, self._starter.method)
+        return {worker.local_rank: pids[worker.global_rank] for worker in worker_group.workers}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Wait until something happens and say what; torch starts the ranks again when it is FAILED.
+
+        Raises:
+            JobEnded: they may not be started again, or somebody asked for the end.
+        """
+        del worker_group
+        ranks = self._running()
+        ranks.wait([self._inbox.fileno()], _LOOK_FOR_NODES_SECONDS)
+        codes = ranks.exit_codes()
+        if any(codes.values()):
+            timeline.reset()
+            timeline.mark("detect")
+            self._after_failure(self._first_failure(codes))
+            return RunResult(state=WorkerState.FAILED)
+        if len(codes) == len(ranks.pids()):
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(codes))
+        self._answer_requests()
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """End the ranks; torch calls it before each new start, when a failure has already ended them."""
+        del worker_group
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
+        """End the ranks with SIGKILL whatever `death_sig` is: a rank busy in C would not see another signal."""
+        del death_sig, timeout
+        if self._ranks is not None:
+            self._ranks.kill()
+
+    def _construct_event(self, state: str, source: EventSource, *args: Any, **kwargs: Any) -> TorchEvent:
+        """Make torch's own events cheap: nobody reads them, and each would resolve the host's name."""
+        del args, kwargs
+        return TorchEvent(state, source=source)
+
+    def _running(self) -> RankProcesses:
+        assert self._ranks is not None, "torch's loop monitors only what it has started"
+        return self._ranks
+
+    def _first_failure(self, codes: dict[int, int]) -> Failure:
+        """Find out who failed first, and kill the others."""
+        ranks = self._running()
+        if all(code >= 0 for code in codes.values()):
+            # An exception may be the echo of a death whose notice is still on its way.
+            ranks.wait([], _ECHO_SECONDS)
+            codes = ranks.exit_codes()
+        pids = ranks.pids()
+        ranks.kill()
+        timeline.mark("killed")
+        # Reports of the ranks killed just now count too: a rank whose exit took long may have failed before the others.
+        reports = {rank: failures.read_report(self._starter.failure_path(rank)) for rank in pids}
+        exits = [RankExit(rank, code, reports[rank]) for rank, code in codes.items() if code]
+        exits += [RankExit(r, report.exit_code, report) for r, report in reports.items() if report and r not in codes]
+        first = failures.first_of(exits)
+        attempt, step = self._pages.attempt_and_step(first.rank, pids)
+        return Failure(first.rank, pids[first.rank], first.exit_code, attempt, step, first.report)
+
+    def _after_failure(self, failure: Failure) -> None:
+        self._failure = failure
+        verdict = policy.decide(failure, self._history, now=time.time(), **self._limits)
+        self._history = verdict.history
+        if not verdict.restart:
+            self._reports.rank_failed(failure)
+            self._give_up(failure, verdict.reason)
+        if self.stopping and not self._pages.any_attached(self._running().pids()):
+            self._reports.rank_failed(failure)
+            raise JobEnded(JobState.STOPPED, f"stopped on request; {failure.summary()}", EXIT_PREEMPTED)
+        self.num_restarts += 1
+        log.warning("%s; starting the ranks again (restart %d)", failure.summary(), self.num_restarts)
+
+    def _give_up(self, failure: Failure, why: str) -> NoReturn:
+        reason = f"{failure.summary()}; not restarted: {why}"
+        if failure.report is not None and failure.report.traceback:
+            reason = f"{reason}\n{failure.report.traceback.rstrip()}"
+        raise JobEnded(JobState.FAILED, reason, EXIT_USAGE if failure.exit_code == EXIT_USAGE else EXIT_FAILED)
+
+    def _answer_requests(self) -> None:
+        for number in self._inbox.take():
+            if number == SAVE_SIGNAL:
+                log.info("SIGUSR1: asking the ranks to save")
+                self._pages.request_save()
+            elif number in STOP_SIGNALS:
+                self._stop(signal.Signals(number).name)
+
+    def _stop(self, name: str) -> None:
+        if self.stopping:
+            raise JobEnded(JobState.FAILED, f"killed: second {name} while stopping", EXIT_FAILED)
+        log.info("%s: asking the ranks to save and stop", name)
+        self.stopping = True
+        self._pages.request_stop()
+        if self._ranks is None or not self._pages.any_attached(self._ranks.pids()):
+            # Nobody is there who could read the request or has anything to save.
+            raise JobEnded(JobState.STOPPED, f"stopped on request ({name})", EXIT_PREEMPTED)

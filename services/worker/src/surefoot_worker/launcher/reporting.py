@@ -1,0 +1,79 @@
+"""The launcher's events. Losing one must never cost the job: a file system that refuses is logged, no more."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from surefoot import timeline
+from surefoot.events import (
+    Event,
+    EventSink,
+    JobFinished,
+    JobState,
+    RankFailed,
+    RanksRestarted,
+    TimelineMark,
+)
+from surefoot_worker.launcher.failure import Failure
+from surefoot_worker.launcher.starter import StartMethod
+
+log = logging.getLogger("surefoot.launcher")
+
+
+class Reports:
+    """Makes and sends the launcher's events.
+
+    Args:
+        job: Name of the job.
+        sink: Where they go.
+    """
+
+    def __init__(self, job: str, sink: EventSink) -> None:
+        self._job = job
+        self._sink = sink
+        self._attempt: int | None = None
+
+    def rank_failed(self, failure: Failure) -> None:
+        """Report the rank that failed first. `detected_seconds` is the timeline's `detect`."""
+        self._attempt = failure.attempt or self._attempt
+        detected = dict(timeline.marks()).get("detect", 0.0)
+        self._emit(
+            RankFailed(
+                job=self._job,
+                attempt=self._attempt,
+                rank=failure.rank,
+                pid=failure.pid,
+                exit_code=failure.exit_code,
+                step=failure.step,
+                error_type=failure.error_type,
+                error_message=failure.error_message,
+                traceback=failure.report.traceback if failure.report else None,
+                detected_seconds=detected,
+            )
+        )
+
+    def ranks_started(self, restart: int, pids: Mapping[int, int], method: StartMethod) -> None:
+        """Report a new set of ranks; `attempt` is the one that ended, since the next is not claimed yet."""
+        self._emit(
+            RanksRestarted(
+                job=self._job,
+                attempt=self._attempt,
+                restart=restart,
+                world_size=len(pids),
+                start_method=method.name,
+                start_method_reason=method.reason,
+                pids=tuple(pids[rank] for rank in sorted(pids)),
+                timeline=tuple(TimelineMark(name=n, monotonic_seconds=s) for n, s in timeline.marks()),
+            )
+        )
+
+    def job_finished(self, state: JobState, reason: str, restarts: int) -> None:
+        """Report the end."""
+        self._emit(JobFinished(job=self._job, attempt=self._attempt, state=state, reason=reason, restarts=restarts))
+
+    def _emit(self, event: Event) -> None:
+        try:
+            self._sink.emit(event)
+        except OSError as error:
+            log.error("event %s is lost: %s", event.type, error)

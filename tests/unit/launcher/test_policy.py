@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+
+from surefoot.errors import EXIT_USAGE
+from surefoot_worker.launcher.failure import ErrorReport, Failure, RankExit, first_of
+from surefoot_worker.launcher.policy import History, Verdict, decide
+
+NOTHING = History()
+
+
+def report(error: type[BaseException] = ValueError, message: str = "boom", seconds: float = 1.0) -> ErrorReport:
+    bases = tuple(cls.__name__ for cls in error.__mro__)
+    return ErrorReport(error.__name__, bases, message, "Traceback ...", 1, seconds)
+
+
+def failed(error: ErrorReport | None = None, *, code: int = 1, step: int | None = 5) -> Failure:
+    return Failure(rank=1, pid=100, exit_code=code, attempt=1, step=step, report=error)
+
+
+def judge(failure: Failure, history: History = NOTHING, *, now: float = 1000.0, max_restarts: int = 3) -> Verdict:
+    return decide(failure, history, max_restarts=max_restarts, window_seconds=60.0, now=now)
+
+
+def test_a_killed_rank_is_restarted_until_the_budget_is_used_up() -> None:
+    history = History()
+    for moment in (1000.0, 1001.0, 1002.0):
+        verdict = judge(failed(code=-9), history, now=moment)
+        assert verdict.restart
+        history = verdict.history
+    refused = judge(failed(code=-9), history, now=1003.0)
+    assert not refused.restart
+    assert "restart.max_restarts" in refused.reason
+
+
+def test_the_budget_comes_back_when_the_window_has_passed() -> None:
+    history = History(restarted_at=(1000.0, 1001.0, 1002.0))
+    assert not judge(failed(code=-9), history, now=1059.9).restart
+    verdict = judge(failed(code=-9), history, now=1060.5)
+    assert verdict.restart
+    assert verdict.history.restarted_at == (1001.0, 1002.0, 1060.5)
+
+
+def test_no_restarts_allowed() -> None:
+    assert not judge(failed(code=-9), max_restarts=0).restart
+
+
+@pytest.mark.parametrize("error", [ImportError, ModuleNotFoundError, SyntaxError, IndentationError])
+def test_p2_errors_of_the_program_text_are_never_retried(error: type[BaseException]) -> None:
+    assert not judge(failed(report(error))).restart
+
+
+def test_p2_usage_errors_are_never_retried() -> None:
+    assert not judge(failed(code=EXIT_USAGE)).restart
+
+
+def test_p2_the_same_error_at_the_same_step_is_retried_once() -> None:
+    first = judge(failed(report()))
+    assert first.restart
+    second = judge(failed(report()), first.history)
+    assert not second.restart
+    assert "twice" in second.reason
+
+
+def test_p2_the_same_error_counts_even_when_a_kill_came_between() -> None:
+    history = judge(failed(report())).history
+    history = judge(failed(code=-9), history).history
+    assert not judge(failed(report()), history).restart
+
+
+@pytest.mark.parametrize(
+    "other",
+    [failed(report(), step=6), failed(report(message="bang")), failed(report(KeyError))],
+    ids=["step", "message", "type"],
+)
+def test_another_error_or_step_is_another_matter(other: Failure) -> None:
+    assert judge(other, judge(failed(report())).history).restart
+
+
+def test_addresses_in_the_message_make_no_difference() -> None:
+    history = judge(failed(report(message="<Tensor at 0x7f12ab>"))).history
+    assert not judge(failed(report(message="<Tensor at 0x7fffff>")), history).restart
+
+
+def test_a_death_without_report_caused_the_exceptions_of_the_others() -> None:
+    echo = RankExit(0, 1, report(RuntimeError, "Connection closed by peer"))
+    assert first_of([echo, RankExit(1, -9, None)]).rank == 1
+
+
+def test_of_two_exceptions_the_earlier_is_the_cause() -> None:
+    echo = RankExit(0, 1, report(RuntimeError, "Connection closed by peer", seconds=10.002))
+    assert first_of([echo, RankExit(1, 1, report(seconds=10.001))]).rank == 1
+
+
+def test_summaries_say_who_and_why() -> None:
+    assert failed(code=-9).summary() == "rank 1 was killed by SIGKILL after step 5"
+    assert failed(report(message="a\nb"), step=None).summary() == "rank 1 raised ValueError: a"
+    assert failed(code=3, step=None).summary() == "rank 1 exited with status 3"
