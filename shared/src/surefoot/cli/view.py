@@ -1,0 +1,162 @@
+"""The live progress view: a rich panel on a terminal, an occasional plain line elsewhere.
+
+It only reads files that the job writes anyway, so the job does not know it is watched and never waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from surefoot.cli.tail import EventTail, RankLogTail
+from surefoot.cli.view_state import Note, ViewState
+from surefoot.spec import JobSpec
+
+POLL_SECONDS = 0.25
+PLAIN_LINE_SECONDS = 5.0
+NUM_NOTES_SHOWN = 6
+STYLES = {"good": "green", "bad": "bold red", "plain": ""}
+
+
+class ViewMode(Enum):
+    """How much is shown."""
+
+    LIVE = "live"
+    PLAIN = "plain"
+    QUIET = "quiet"
+
+
+class JobView:
+    """Follows one job and shows it. Used from one thread at a time.
+
+    Make it before the job starts: what its files hold by then belongs to earlier runs and is not shown.
+    """
+
+    def __init__(self, spec: JobSpec, console: Console, mode: ViewMode) -> None:
+        self.state = ViewState(spec.job, total_steps=spec.recipe.steps if spec.recipe else None)
+        self._console = console
+        self._live = mode is ViewMode.LIVE and console.is_terminal
+        self._events = EventTail(spec.events_path)
+        self._logs = RankLogTail(spec.job_run_dir / "logs")
+        self._notes_shown = 0
+        self._last_line_seconds = time.monotonic()
+
+    def follow(self, stop: threading.Event) -> None:
+        """Show the job until `stop` is set, then take in what came last. Blocks."""
+        if not self._live:
+            self._loop(stop, live=None)
+            return
+        with Live(console=self._console, auto_refresh=False, transient=False) as live:
+            self._loop(stop, live)
+
+    def _loop(self, stop: threading.Event, live: Live | None) -> None:
+        stopping = False
+        while not stopping:
+            stopping = stop.wait(POLL_SECONDS)
+            self._take_in()
+            if live is not None:
+                live.update(render(self.state, time.monotonic()), refresh=True)
+            else:
+                self._print_plain(final=stopping)
+
+    def _take_in(self) -> None:
+        for rank, line in self._logs.poll():
+            self._console.print(
+                f"[dim]{escape(f'[rank {rank}]')}[/dim] {escape(line)}", highlight=False, soft_wrap=True
+            )
+        for event in self._events.poll():
+            self.state.apply(event)
+
+    def _print_plain(self, *, final: bool) -> None:
+        for note in self._new_notes():
+            text = Text(f"{note.ts:%H:%M:%S} {note.text}", style=STYLES[note.style])
+            self._console.print(text, soft_wrap=True)
+        now = time.monotonic()
+        if self.state.loss is not None and (final or now - self._last_line_seconds >= PLAIN_LINE_SECONDS):
+            self._last_line_seconds = now
+            self._console.print(plain_line(self.state, now), highlight=False, markup=False, soft_wrap=True)
+
+    def _new_notes(self) -> list[Note]:
+        num_new = min(self.state.num_notes - self._notes_shown, len(self.state.notes))
+        self._notes_shown = self.state.num_notes
+        return list(self.state.notes)[len(self.state.notes) - num_new :]
+
+
+@contextmanager
+def showing(spec: JobSpec, console: Console, mode: ViewMode) -> Iterator[None]:
+    """Show the job from a background thread while the body runs; leave the main thread to the body."""
+    if mode is ViewMode.QUIET:
+        yield
+        return
+    stop = threading.Event()
+    view = JobView(spec, console, mode)
+    thread = threading.Thread(target=view.follow, args=(stop,), name="surefoot-view", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def render(state: ViewState, now_monotonic: float) -> Panel:
+    """Return the panel for a terminal."""
+    grid = Table.grid(padding=(0, 2))
+    for label, value in facts(state, now_monotonic):
+        grid.add_row(Text(label, style="dim"), value)
+    parts: list[Table | ProgressBar | Text] = [grid]
+    if state.total_steps:
+        parts.append(ProgressBar(total=state.total_steps, completed=state.step))
+    newest = list(state.notes)[-NUM_NOTES_SHOWN:]
+    parts += [Text(f"{note.ts:%H:%M:%S} {note.text}", style=STYLES[note.style]) for note in newest]
+    return Panel(Group(*parts), title=f"surefoot: {escape(state.job)}", title_align="left", border_style="cyan")
+
+
+def facts(state: ViewState, now_monotonic: float) -> list[tuple[str, str]]:
+    """Return (label, value) rows: everything that the view shows apart from its notes."""
+    rate = state.throughput()
+    preparing = state.prepared.stage if state.prepared else "starting"
+    return [
+        (
+            "step",
+            f"{state.step} / {state.total_steps or '?'}" if state.loss is not None else f"{preparing} ...",
+        ),
+        ("loss", _number(state.loss, ".4f")),
+        ("throughput", f"{rate[0]:,.0f} {rate[1]}" if rate else "-"),
+        ("gradient norm", _number(state.grad_norm, ".3f")),
+        ("learning rate", _number(state.learning_rate, ".3g")),
+        ("last durable checkpoint", _checkpoint_text(state, now_monotonic)),
+        ("attempt", f"{state.attempt or '-'}  ({state.restarts} restarts, {state.world_size or '?'} ranks)"),
+    ]
+
+
+def plain_line(state: ViewState, now_monotonic: float) -> str:
+    """Return one line for a log."""
+    values = dict(facts(state, now_monotonic))
+    return (
+        f"step {values['step']}  loss {values['loss']}  {values['throughput']}  "
+        f"grad norm {values['gradient norm']}  lr {values['learning rate']}  "
+        f"checkpoint {values['last durable checkpoint']}  attempt {values['attempt']}"
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _checkpoint_text(state: ViewState, now_monotonic: float) -> str:
+    age_seconds = state.checkpoint_age_seconds(now_monotonic)
+    if state.committed is None or age_seconds is None:
+        return "none yet"
+    return f"step {state.committed.step}, {age_seconds:.0f} s ago ({state.num_committed} so far)"

@@ -1,0 +1,72 @@
+"""How every benchmark reports: a table for people and build/bench/NAME.json for scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+FOLDER = Path("build/bench")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number that was promised, beside the one measured."""
+
+    name: str
+    value: float
+    limit: float
+    better: Literal["lower", "higher"]
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.limit if self.better == "lower" else self.value >= self.limit
+
+
+def machine() -> str:
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    software = f"Linux {platform.release()}, Python {platform.python_version()}"
+    return f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB, {software}"
+
+
+def percentile(values: list[float], fraction: float) -> float:
+    """Nearest rank: a value that was measured."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-int(len(ordered) * fraction * 1000) // 1000) - 1)]
+
+
+def publish(name: str, rows: list[dict[str, Any]], targets: list[Target]) -> None:
+    """Print and write the result."""
+    console = Console()
+    table = Table(*rows[0], title=name)
+    for row in rows:
+        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+    console.print(table)
+    for target in targets:
+        sign = "<=" if target.better == "lower" else ">="
+        verdict = "met" if target.met else "MISSED"
+        console.print(f"target {target.name}: {target.value:.3f} {sign} {target.limit:g}: {verdict}")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    content = {
+        "name": name,
+        "machine": machine(),
+        "rows": rows,
+        "targets": [asdict(target) | {"met": target.met} for target in targets],
+    }
+    path = FOLDER / f"{name}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    console.print(f"written to {path}")
