@@ -49,12 +49,20 @@ def percentile(values: list[float], fraction: float) -> float:
     return ordered[max(0, -(-int(len(ordered) * fraction * 1000) // 1000) - 1)]
 
 
+def _cell(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
 def publish(name: str, rows: list[dict[str, Any]], targets: list[Target]) -> None:
     """Print and write the result."""
     console = Console()
-    table = Table(*rows[0], title=name)
-    for row in rows:
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+    # One column per row of the result: there are more numbers than fit side by side.
+    table = Table(title=name)
+    table.add_column("")
+    for _ in rows:
+        table.add_column(justify="right")
+    for key in rows[0]:
+        table.add_row(key, *(_cell(row.get(key, "")) for row in rows))
     console.print(table)
     for target in targets:
         sign = "<=" if target.better == "lower" else ">="

@@ -197,7 +197,7 @@ folder.hold_session()
 drain = start_drain(staging=folder.path, storage=Path({str(job.storage)!r}), job="job",
                     events=Path({str(job.events_path)!r}), log=Path({str(job.log)!r}))
 Ranks(folder, attempt=1).save(10)
-print(drain.pid, flush=True)
+print(drain, flush=True)
 time.sleep(60)
 """
     environment = os.environ | {"PYTHONPATH": str(TESTS), "SUREFOOT_JOB_KEY": "job-key"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
@@ -89,23 +90,70 @@ def attach(
         AttemptTaken: the same job was started somewhere else at this moment.
     """
     timeline.mark("attach")
-    settings = resolve(
-        {"job": job, "storage": storage, "run_dir": run_dir, "seed": seed, "checkpoint": checkpoint}
-    )
-    _check_numbers(micro_batch_size=micro_batch_size, total_steps=total_steps)
+    settings = resolve({"job": job, "storage": storage, "run_dir": run_dir, "seed": seed, "checkpoint": checkpoint})
+    _check_numbers(1, micro_batch_size=micro_batch_size, total_steps=total_steps)
+    _check_numbers(0, num_workers=num_workers)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise UsageError("max_grad_norm", f"must be greater than 0 (got {max_grad_norm})")
-    plain = unwrap(model)
+    trained = Trained(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        grad_scaler=grad_scaler,
+        max_grad_norm=max_grad_norm,
+        total_steps=total_steps,
+        tokens_per_sample=getattr(dataset, "tokens_per_sample", None),
+    )
+    data = _Data(
+        dataset=dataset,
+        order=DataOrder(dataset_length(dataset), global_batch_size, settings.spec.seed, shuffle),
+        micro_batch_size=micro_batch_size,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+    )
+    named = _named_states(lr_scheduler, grad_scaler, extra_state)
+    return _start(settings, trained, data, TrainingState(unwrap(model), optimizer, named))
+
+
+@dataclass(frozen=True)
+class _Data:
+    """What is trained on, and in what portions."""
+
+    dataset: Any
+    order: DataOrder
+    micro_batch_size: int | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    num_workers: int
+
+    def loader(self, host: Host, record: AttemptRecord, total_steps: int | None, *, pin_memory: bool) -> Loader:
+        """Return the loader that begins where the attempt does."""
+        return Loader(
+            self.dataset,
+            self.order,
+            rank=host.group.rank,
+            world_size=host.group.world_size,
+            micro_batch_size=self.micro_batch_size,
+            start_step=record.starts_from.step,
+            total_steps=total_steps,
+            skip_windows=record.skip_windows,
+            num_workers=self.num_workers,
+            collate_fn=self.collate_fn,
+            pin_memory=pin_memory,
+        )
+
+
+def _start(settings: SessionSettings, trained: Trained, data: _Data, state: TrainingState) -> Session:
+    """Meet the other ranks, load what there is, claim the attempt."""
+    plain = unwrap(trained.model)
     device = next(plain.parameters()).device
-    state = TrainingState(plain, optimizer, _named_states(lr_scheduler, grad_scaler, extra_state))
-    order = DataOrder(dataset_length(dataset), global_batch_size, settings.spec.seed, shuffle)
     host = _join(settings, device)
     timeline.mark("host")
-
+    # Before the claim: a batch too small for the ranks would end the attempt as soon as it began.
+    data.order.rank_micro_batches(0, host.group.rank, host.group.world_size, data.micro_batch_size)
     log = AttemptLog(host.store)
     records = _read_records(host.group, log)
     found = [] if settings.from_seed else find_candidates(host, records)
-    model = replicate(model, host.group.world_size, init_sync=not found)
+    model = replicate(trained.model, host.group.world_size, init_sync=not found)
     rehearse(model, host.group.world_size)
     timeline.mark("replicated")
     restored = restore(host, state, found) if found else SEED
@@ -114,40 +162,20 @@ def attach(
     host.begin_attempt(record)
     timeline.mark("claimed")
     return Session(
-        trained=Trained(
-            model=model,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            grad_scaler=grad_scaler,
-            max_grad_norm=max_grad_norm,
-            total_steps=total_steps,
-            tokens_per_sample=getattr(dataset, "tokens_per_sample", None),
-        ),
+        trained=replace(trained, model=model),
         host=host,
         record=record,
         counters=Counters(restored.step, restored.updates),
-        loader=Loader(
-            dataset,
-            order,
-            rank=host.group.rank,
-            world_size=host.group.world_size,
-            micro_batch_size=micro_batch_size,
-            start_step=restored.step,
-            total_steps=total_steps,
-            skip_windows=record.skip_windows,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            pin_memory=device.type == "cuda",
-        ),
-        snapshots=_prepare_snapshots(host, state, plain, optimizer, records | {record.attempt: record}),
+        loader=data.loader(host, record, trained.total_steps, pin_memory=device.type == "cuda"),
+        snapshots=_prepare_snapshots(host, state, plain, trained.optimizer, records | {record.attempt: record}),
         seed=settings.spec.seed,
     )
 
 
-def _check_numbers(**numbers: int | None) -> None:
+def _check_numbers(least: int, **numbers: int | None) -> None:
     for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise UsageError(name, f"must be at least 1 (got {value})")
+        if value is not None and value < least:
+            raise UsageError(name, f"must be at least {least} (got {value})")
 
 
 def _named_states(

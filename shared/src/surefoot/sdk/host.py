@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 from surefoot.checkpoint.attempts import AttemptLog, AttemptRecord
@@ -40,7 +39,7 @@ class Host:
         except FileNotFoundError:
             self._control = None  # plain torchrun: nobody asks for anything
         self._attempt = 0
-        self._drain: subprocess.Popen[bytes] | None = None  # kept, or its end would be warned about
+        self._drain_pid = 0
         self._superseded_by: AttemptRecord | None = None
         self._attempts = AttemptLog(self.store)  # of the background thread alone
         self._reporter: Reporter | None = None
@@ -114,10 +113,12 @@ class Host:
         """
         if int(os.environ.get("LOCAL_RANK", "0")) != 0 or holder_pid(self.folder.path / "drain.lock") is not None:
             return
-        if self._drain is not None and self._drain.poll() is None:
-            return  # it has not come to its lock yet
+        if self._drain_pid:
+            if os.waitpid(self._drain_pid, os.WNOHANG) == (0, 0):
+                return  # it has not come to its lock yet
+            self._drain_pid = 0
         spec = self.settings.spec
-        self._drain = start_drain(
+        self._drain_pid = start_drain(
             staging=self.folder.path,
             storage=spec.storage,
             job=spec.job,

@@ -30,11 +30,14 @@ def derive_seed(*parts: int) -> int:
 
 
 def reseed(seed: int, step: int, rank: int, micro_index: int) -> None:
-    """Set the RNGs of python, numpy and torch (all devices) for one forward and backward pass.
+    """Set the RNGs of python, numpy and torch (CPU and CUDA) for one forward and backward pass.
 
     Defined for every rank of every world size: a rank that did not exist before has a state too.
     """
     value = derive_seed(seed, step, rank, micro_index)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-    torch.manual_seed(value)
+    # torch.manual_seed would do both, after 1 ms of asking every backend that could be there.
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(value)

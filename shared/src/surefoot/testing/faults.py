@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from surefoot.progress import Phase, Progress, ProgressPage, progress_path
+from surefoot.progress import Phase, Progress, ProgressReader, progress_path
 
 _POLL_SECONDS = 0.0005
 
@@ -119,12 +119,8 @@ def wait_for_progress(
 
     A rank that has already left its loop (phase CLOSE) does not count: it is past the step.
     """
-    page: ProgressPage | None = None
+    page = ProgressReader(progress_path(folder, rank))
     while not stop.wait(_POLL_SECONDS):
-        try:
-            page = page or ProgressPage.open(progress_path(folder, rank))
-        except FileNotFoundError:
-            continue
         progress = page.read()
         if (
             progress is not None

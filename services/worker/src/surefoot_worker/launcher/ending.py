@@ -50,13 +50,14 @@ def _wait_for_drain(folder: StagingFolder, spec: JobSpec) -> None:
             log.error("the drain ended and left %s as it is; see %s/logs/drain.log", folder.path, spec.job_run_dir)
             return
         started += 1
-        start_drain(
+        new = start_drain(
             staging=folder.path,
             storage=spec.storage,
             job=spec.job,
             events=spec.events_path,
             log=spec.job_run_dir / "logs" / "drain.log",
-        ).wait()
+        )
+        os.waitpid(new, 0)
 
 
 def _wait_for_end(pid: int) -> None:
