@@ -178,3 +178,10 @@ def test_random_bytes_are_never_a_manifest():
     for length in range(200):
         with pytest.raises(DamagedCheckpoint):
             decode_manifest(source.randbytes(length), "m")
+
+
+def test_a_newer_format_is_not_damage():
+    """Quarantine is for damage: a checkpoint of a newer Surefoot must stay where it is."""
+    with pytest.raises(CheckpointError, match="has format version 2; this Surefoot reads up to 1") as raised:
+        decode_manifest(b'{"version":2,"something":"new"}\n', "x/manifest.json")
+    assert not isinstance(raised.value, DamagedCheckpoint)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.staging import Ranks
 from surefoot.checkpoint import staging, staging_folder
 from surefoot.checkpoint.ids import CheckpointId
 from surefoot.checkpoint.locks import LockedFile
@@ -560,3 +561,16 @@ def test_opening_and_scanning_is_cheap_at_a_restart(tmp_path):
         assert min(seconds) < 0.02
     finally:
         folder.remove()
+
+
+def test_buffers_of_ranks_that_are_gone_are_freed_unless_they_still_have_to_be_written(tmp_path):
+    folder = StagingFolder.create(tmp_path / "staging", "job", tmp_path / "storage")
+    ranks = Ranks(folder, attempt=1, world_size=3)
+    ranks.save(5, persist=True)
+    ranks.save(6)
+    folder.remove_buffers_from(1, lambda checkpoint: checkpoint.step == 5)
+    left = [(b.path.name, b.header().step) for b in folder.buffers() if b.header() is not None and b.header().rank]
+    assert [step for _, step in left] == [5, 5]
+    assert len(folder.buffers(0)) == 3
+    folder.remove_buffers_from(1, lambda checkpoint: False)
+    assert [b.path.name[:10] for b in folder.buffers()] == ["rank-00000"] * 3

@@ -130,3 +130,30 @@ def test_bad_arguments_name_the_key_and_write_nothing(attach, options, key):
         attach(**options)
     assert raised.value.key == key
     assert not Path(".surefoot/checkpoints").exists()
+
+
+def run(session):
+    for batch in session:
+        session.step(session.model(batch).pow(2).mean())
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"global_batch_size": 8}, "global_batch_size"),
+        ({"dataset": Numbers(65)}, "dataset"),
+        ({"seed": 1}, "seed"),
+        ({"shuffle": False}, "shuffle"),
+        ({"extra_state": {"text": sdk.Constant("data", "other", "it changed")}}, "data"),
+    ],
+)
+def test_what_would_silently_change_the_data_is_refused(attach, change, key):
+    """A resume with other data, batch size or seed is no resume: refused by name, weights untouched."""
+    usual = {"extra_state": {"text": sdk.Constant("data", "one", "it changed")}}
+    run(attach(total_steps=2, **usual))
+    with pytest.raises(UsageError, match="but this job was trained with") as raised:
+        attach(**(usual | change))
+    assert raised.value.key == key
+    session = attach(**usual)
+    assert session.global_step == 2
+    run(session)

@@ -17,6 +17,7 @@ from surefoot.checkpoint.ids import CheckpointId
 from surefoot.errors import CheckpointError, DamagedCheckpoint
 
 MANIFEST_FILE = "manifest.json"
+FORMAT_VERSION = 1
 
 _XXH3_128_PATTERN = r"^[0-9a-f]{32}$"
 
@@ -168,6 +169,7 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
 
     Raises:
         DamagedCheckpoint: any byte is not what was written; names `path`.
+        CheckpointError: a newer version of the format.
     """
     manifest = _decode(Manifest, data, path)
     if manifest.checksum != checksum(_encode(manifest.model_copy(update={"checksum": ""}))):
@@ -191,7 +193,12 @@ def _encode(document: _Document) -> bytes:
 
 def _decode(cls: type[_D], data: bytes, path: str) -> _D:
     try:
-        return cls.model_validate(json.loads(data))
+        content = json.loads(data)
+        version = content.get("version") if isinstance(content, dict) else None
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            # Not damage: it must be left in place for the program that wrote it.
+            raise CheckpointError(f"{path}: has format version {version}; this Surefoot reads up to {FORMAT_VERSION}")
+        return cls.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"])

@@ -17,6 +17,7 @@ import os
 import re
 import select
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -111,6 +112,22 @@ class StagingFolder:
             if match is not None and rank in (None, int(match[1])):
                 found.append((int(match[1]), int(match[2]), name))
         return [b for b in (_try_open(self.path / name) for _, _, name in sorted(found)) if b is not None]
+
+    def remove_buffers_from(self, rank: int, is_waiting: Callable[[CheckpointId], bool]) -> None:
+        """Free the memory of ranks that the job does not have any more; called by rank 0 once newer snapshots exist.
+
+        Args:
+            rank: The first rank that is gone.
+            is_waiting: Whether a snapshot with `persist` is still to be written if it has not been.
+        """
+        for buffer in self.buffers():
+            match = _BUFFER_NAME.fullmatch(buffer.path.name)
+            assert match is not None, "buffers() lists only these names"
+            header = buffer.header()
+            undrained = header is not None and header.persist and buffer.drained_sequence() != header.sequence
+            if int(match[1]) >= rank and not (header is not None and undrained and is_waiting(header.checkpoint_id)):
+                buffer.path.unlink(missing_ok=True)
+                buffer.close()
 
     def parts(self) -> list[StagedPart]:
         """Return every READY buffer. Reads headers only."""

@@ -9,7 +9,8 @@ The only part of `surefoot` that imports torch.
 """
 
 from surefoot.sdk.attach import attach
+from surefoot.sdk.constant import Constant
 from surefoot.sdk.data.tokens import TokenFile, write_tokens
 from surefoot.sdk.session import Session
 
-__all__ = ["Session", "TokenFile", "attach", "write_tokens"]
+__all__ = ["Constant", "Session", "TokenFile", "attach", "write_tokens"]

@@ -20,6 +20,7 @@ from surefoot.checkpoint.staging import free_bytes, required_bytes
 from surefoot.checkpoint.staging_folder import StagingFolder
 from surefoot.errors import StagingTooSmall, UsageError
 from surefoot.sdk.collectives import ControlGroup
+from surefoot.sdk.constant import Constant
 from surefoot.sdk.data.loader import Loader, dataset_length
 from surefoot.sdk.data.order import DataOrder
 from surefoot.sdk.host import Host
@@ -111,7 +112,7 @@ def attach(
         collate_fn=collate_fn,
         num_workers=num_workers,
     )
-    named = _named_states(lr_scheduler, grad_scaler, extra_state)
+    named = _constants(settings, data.order) | _named_states(lr_scheduler, grad_scaler, extra_state)
     return _start(settings, trained, data, TrainingState(unwrap(model), optimizer, named))
 
 
@@ -187,6 +188,17 @@ def _named_states(
         if item is not None and not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
             raise UsageError(name, f"is a {type(item).__name__} without state_dict() and load_state_dict()")
     return {name: item for name, item in named.items() if item is not None}
+
+
+def _constants(settings: SessionSettings, order: DataOrder) -> dict[str, Stateful]:
+    why = "with another value its samples would not continue where they stopped"
+    values = {
+        "seed": settings.spec.seed,
+        "global_batch_size": order.global_batch_size,
+        "dataset": f"{order.num_samples} samples",
+        "shuffle": order.shuffle,
+    }
+    return {f"constant.{key}": Constant(key, value, why) for key, value in values.items()}
 
 
 def _join(settings: SessionSettings, device: torch.device) -> Host:

@@ -84,6 +84,7 @@ class Snapshots:
         self._plan: _Plan | None = None
         self._reserved: StagingBuffer | None = None
         self._num_skipped = 0
+        self._num_taken = 0
 
     def reserve(self) -> bool:
         """Take a free buffer for the step about to end; False when there is none. Never waits."""
@@ -152,6 +153,10 @@ class Snapshots:
             document["saved_at"] = datetime.now(UTC).isoformat()
             buffer.write_scalars(self._encode(document))
         buffer.commit(plan.layout.shard_bytes)
+        self._num_taken += 1
+        # All ranks have the first one complete by now: nobody goes back to what a larger world left behind.
+        if self._num_taken == 2 and self._host.group.rank == 0:
+            self._host.folder.remove_buffers_from(self._host.group.world_size, self._is_on_lineage)
         self._last = checkpoint_id
         if persist:
             self._last_durable = checkpoint_id

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from surefoot.errors import UsageError
+from surefoot.sdk.constant import Constant
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -167,13 +168,17 @@ class TrainingState:
             UsageError: the checkpoint is not of this model, optimizer or set of objects; names what differs.
         """
         self._check_fits(tensors, scalars)
+        for name, item in self._others.items():
+            if isinstance(item, Constant):
+                item.load_state_dict(unflatten(scalars[name], tensors))
         model = {
             name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")
         }
         self._model.load_state_dict(model | _cloned(unflatten(scalars["model"], tensors)))
         self._restore_optimizer(tensors, scalars)
         for name, item in self._others.items():
-            item.load_state_dict(_cloned(unflatten(scalars[name], tensors)))
+            if not isinstance(item, Constant):
+                item.load_state_dict(_cloned(unflatten(scalars[name], tensors)))
 
     def _restore_optimizer(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         for name, parameter, group in self._parameters:

@@ -31,6 +31,7 @@ def main() -> None:
         max_grad_norm=recipe.max_grad_norm,
         total_steps=recipe.steps,
         num_workers=recipe.num_workers,
+        extra_state={"data": sdk.Constant("recipe.data", data.digest, "its text has changed since")},
     )
     for batch in session:
         with autocast(device, recipe.precision):
