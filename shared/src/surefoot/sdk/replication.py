@@ -18,6 +18,11 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def is_replicated(model: nn.Module) -> bool:
+    """Return whether the model is a DDP wrapper."""
+    return isinstance(model, DistributedDataParallel)
+
+
 def replicate(model: nn.Module, world_size: int, *, init_sync: bool) -> nn.Module:
     """Return the model wrapped in DDP where there are other ranks and the script has not wrapped it.
 

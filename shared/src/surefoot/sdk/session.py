@@ -28,7 +28,7 @@ from surefoot.sdk.collectives import StepRecord
 from surefoot.sdk.data.loader import Loader
 from surefoot.sdk.data.order import MicroBatch
 from surefoot.sdk.host import Host
-from surefoot.sdk.replication import set_gradient_sync
+from surefoot.sdk.replication import is_replicated, set_gradient_sync
 from surefoot.sdk.schedule import SaveSchedule
 from surefoot.sdk.snapshot import Snapshots
 
@@ -105,6 +105,9 @@ class Session:
         self._exchanged_at = time.monotonic()
         self._stopped = False
         self._closed = False
+        self._forward_seen = not is_replicated(trained.model)
+        if is_replicated(trained.model):
+            trained.model.register_forward_pre_hook(self._note_forward)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -169,6 +172,9 @@ class Session:
                     break
         self.close()
 
+    def _note_forward(self, *_: Any) -> None:
+        self._forward_seen = True
+
     def _is_finished(self) -> bool:
         total = self._trained.total_steps
         return self._stopped or (total is not None and self._counters.step >= total)
@@ -176,6 +182,7 @@ class Session:
     def _begin(self, micro_batch: MicroBatch) -> None:
         self._batch = micro_batch
         self._batch_done = False
+        self._forward_seen = not is_replicated(self._trained.model)
         set_gradient_sync(self._trained.model, enabled=micro_batch.is_last)
         rng.reseed(self._seed, self._counters.step, self.rank, micro_batch.micro_index)
 
@@ -194,6 +201,9 @@ class Session:
             raise UsageError("session.step", "must be called once for each batch of `for batch in session`")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError("session.step", f"takes the scalar loss of the batch, got {type(loss).__name__}")
+        if not self._forward_seen:
+            # Without DDP's forward no gradient would be averaged, and each rank would train a model of its own.
+            raise UsageError("session.model", "was not called for this batch: call it, not the model given to attach")
         self._batch_done = True
         weighted = loss * self._batch.weight
         (weighted if self._trained.grad_scaler is None else self._trained.grad_scaler.scale(weighted)).backward()
