@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,10 +16,13 @@ import pytest
 
 from helpers.staging import Ranks, claim, storage_files
 from surefoot.checkpoint.catalog import list_committed, verify
+from surefoot.checkpoint.drain_start import start_drain
 from surefoot.checkpoint.ids import CheckpointId
+from surefoot.checkpoint.locks import holder_pid
 from surefoot.checkpoint.staging_folder import StagingFolder
 from surefoot.checkpoint.store import LocalStore
 from surefoot.events import CheckpointCommitted, read_events
+from surefoot.processes import find_job_processes
 
 TESTS = Path(__file__).parents[1]
 
@@ -182,12 +187,78 @@ def test_the_salvage_waits_out_the_linger(job):
     assert list_committed(job.store) == ids((1, 10))
 
 
+@pytest.mark.parametrize(("comes_back", "linger_seconds"), [(False, 25.0), (True, 1.5)])
+def test_it_lingers_again_when_somebody_came_back_after_the_end(job, comes_back, linger_seconds):
+    claim(job.store, 0)
+    Ranks(job.folder, attempt=1).save(10)
+    job.folder.announce_end()
+    if comes_back:
+        job.folder.hold_session()
+        job.folder.release_session()
+    start = time.monotonic()
+    assert job.run("--linger-seconds", str(linger_seconds)) == 0
+    assert (time.monotonic() - start >= linger_seconds) == comes_back
+    assert list_committed(job.store) == ids((1, 10))
+
+
+@pytest.mark.chaos
+def test_a_drain_killed_while_it_removes_the_folder_leaves_no_memory(job):
+    claim(job.store, 0)
+    Ranks(job.folder, attempt=1).save(10)
+    assert job.run(fault="staging.hidden=kill") == -signal.SIGKILL
+    (left,) = job.folder.path.parent.iterdir()
+    assert left.name.startswith(f".removing-{job.folder.path.name}-")
+    assert (left / "rank-00000-buffer-0.stage").stat().st_size > 0
+    assert job.run() == 0
+    assert list(job.folder.path.parent.iterdir()) == []
+    assert list_committed(job.store) == ids((1, 10))
+
+
+def test_storage_that_is_gone_is_said_and_waited_for(job):
+    claim(job.store, 0)
+    ranks = Ranks(job.folder, attempt=1)
+    job.folder.hold_session()
+    ranks.save(10, persist=True)
+    unmounted = job.root / "unmounted"
+    job.storage.rename(unmounted)
+    drain = job.start()
+    assert b"next try in 0.1 s: no record of attempt 1" in next(line for line in drain.stderr if b"failed" in line)
+    assert not job.storage.exists()
+    unmounted.rename(job.storage)
+    wait_until(lambda: list_committed(job.store) == ids((1, 10)))
+    job.folder.release_session()
+    drain.communicate(timeout=30)
+    ranks.check_committed(job.store, 10)
+
+
+def test_the_drain_keeps_no_descriptor_of_its_starter(job):
+    """Gloo's sockets and epolls are made in C without CLOEXEC: rank 1 would not see the end of rank 0."""
+    job.folder.hold_session()
+    read_end, write_end = os.pipe()
+    ours, theirs = socket.socketpair()
+    with ours, theirs, select.epoll() as poll, os.fdopen(read_end, "rb") as reader:
+        for fd in (theirs.fileno(), poll.fileno(), write_end):
+            os.set_inheritable(fd, True)
+        pid = start_drain(staging=job.folder.path, storage=job.storage, job="job", events=job.events_path, log=job.log)
+        theirs.close()
+        os.close(write_end)
+        # Both ends come only when the drain has closed its copies, and it lives on.
+        assert ours.recv(1) == b""
+        assert reader.read() == b""
+        wait_until(lambda: holder_pid(job.folder.path / "drain.lock") == pid)
+        open_files = {path.readlink() for path in Path(f"/proc/{pid}/fd").iterdir()}
+        ours_now = [path for path in open_files if not path.is_relative_to(job.folder.path)]
+        assert sorted(map(str, ours_now)) == [os.devnull, str(job.log)]
+    job.folder.release_session()
+    assert os.waitpid(pid, 0)[1] == 0
+
+
 @pytest.mark.chaos
 def test_the_drain_survives_the_death_of_its_starter(job):
     """Rank 0 starts the drain, stages a snapshot and is killed with its whole process group."""
     claim(job.store, 0)
     code = f"""
-import sys, time
+import subprocess, sys, time
 from pathlib import Path
 from helpers.staging import Ranks
 from surefoot.checkpoint.drain_start import start_drain
@@ -197,10 +268,12 @@ folder.hold_session()
 drain = start_drain(staging=folder.path, storage=Path({str(job.storage)!r}), job="job",
                     events=Path({str(job.events_path)!r}), log=Path({str(job.log)!r}))
 Ranks(folder, attempt=1).save(10)
+subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, start_new_session=True)
 print(drain, flush=True)
 time.sleep(60)
 """
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "SUREFOOT_JOB_KEY": "job-key"}
+    key = job.folder.path.name
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "SUREFOOT_JOB_KEY": key}
     starter = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, start_new_session=True
     )
@@ -209,7 +282,9 @@ time.sleep(60)
     assert b"SUREFOOT_JOB_KEY" not in Path(f"/proc/{pid}/environ").read_bytes()
     os.killpg(starter.pid, signal.SIGKILL)
     starter.communicate()
+    assert len(find_job_processes(key)) == 1  # what the script started
     wait_until(lambda: not job.folder.path.exists())
+    assert find_job_processes(key) == []
     assert list_committed(job.store) == ids((1, 10))
     verify(job.store, CheckpointId(1, 10))
     assert "draining" in job.log.read_text()

@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,15 +41,25 @@ def set_parent_death_signal(parent_pid: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def find_job_processes(job_key: str) -> list[int]:
-    """Return the pids of the job's processes on this host that we may look at, without this one and any drain."""
-    return [pid for pid in _all_pids() if pid != os.getpid() and _belongs_to(pid, job_key)]
+def find_job_processes(job_key: str, *, keep: Collection[int] = ()) -> list[int]:
+    """Return the pids of the job's processes on this host that we may look at, without this one and any drain.
+
+    Args:
+        job_key: Exactly this key and no other.
+        keep: Pids to leave out.
+    """
+    return [pid for pid in _all_pids() if pid != os.getpid() and pid not in keep and _belongs_to(pid, job_key)]
 
 
-def kill_job_processes(job_key: str, *, timeout_seconds: float = 10.0) -> list[int]:
+def kill_job_processes(job_key: str, *, keep: Collection[int] = (), timeout_seconds: float = 10.0) -> list[int]:
     """SIGKILL what `find_job_processes` finds and wait until it is gone.
 
     A pid cannot come to mean another process in between: it is held by a pidfd before it is looked at again.
+
+    Args:
+        job_key: Exactly this key and no other.
+        keep: Pids not to touch.
+        timeout_seconds: How long to wait for the end of each.
 
     Returns:
         The pids killed.
@@ -58,7 +69,7 @@ def kill_job_processes(job_key: str, *, timeout_seconds: float = 10.0) -> list[i
     """
     held: dict[int, int] = {}
     try:
-        for pid in find_job_processes(job_key):
+        for pid in find_job_processes(job_key, keep=keep):
             with suppress(ProcessLookupError):
                 held[pid] = os.pidfd_open(pid)
         for pid, fd in held.items():

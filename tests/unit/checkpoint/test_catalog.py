@@ -27,7 +27,7 @@ from surefoot.checkpoint.manifest import (
     shard_file,
 )
 from surefoot.checkpoint.store import PIECE_BYTES, LocalStore
-from surefoot.errors import EXIT_DAMAGED, DamagedCheckpoint
+from surefoot.errors import EXIT_DAMAGED, CheckpointError, DamagedCheckpoint
 
 ID = CheckpointId(attempt=3, step=120)
 WORLD_SIZE = 2
@@ -103,6 +103,15 @@ def test_a_whole_checkpoint_passes(store):
     for rank in range(WORLD_SIZE):
         assert bytes(read_shard(store, manifest, rank)) == shard_bytes(ID, rank)
         assert read_part(store, manifest, rank).rank == rank
+
+
+def test_another_jobs_checkpoint_is_refused_but_is_no_damage(store):
+    assert read_manifest(store, ID, "llm") == read_manifest(store, ID)
+    with pytest.raises(CheckpointError, match=r"is a checkpoint of job 'llm' and not of job 'other'") as caught:
+        read_manifest(store, ID, "other")
+    assert not isinstance(caught.value, DamagedCheckpoint)
+    assert str(path_of(store, MANIFEST_FILE)) in str(caught.value)
+    verify(store, ID)  # copies can be verified wherever they are
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, halve, empty, grow, zero])

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import errno
+import shutil
+import signal
+import subprocess
 from contextlib import contextmanager
 
 import pytest
 from safetensors import deserialize
 
 from helpers.staging import Ranks, claim, storage_files
+from surefoot import faultpoints
+from surefoot.checkpoint.attempts import RESERVE_BYTES, RESERVE_KEY
 from surefoot.checkpoint.catalog import list_committed, read_scalars, verify
 from surefoot.checkpoint.drain import Drain, DrainLoop, _Retried
 from surefoot.checkpoint.ids import CheckpointId
@@ -211,12 +216,33 @@ class TestWhatIsNotWritten:
         assert folder.scan()[CheckpointId(1, 10)].drained
         assert [name for name in store.list("") if name.startswith("step")] == []
 
-    def test_an_attempt_without_record_is_left_alone(self, drain, folder, store):
-        Ranks(folder, attempt=1).save(10, persist=True)
-        assert drain.drain_once() == []
+    @pytest.mark.parametrize("verb", ["drain_once", "work", "salvage"])
+    def test_without_the_attempts_record_nothing_is_written_or_freed(self, drain, ranks, store, folder, verb):
+        """Deleted, not mounted, or another one: here it knows attempt 1 only, and attempt 2 has staged."""
+        ranks.save(10, persist=True)
+        Ranks(folder, attempt=2).save(20, persist=True)
+        before = storage_files(store.root)
+        with pytest.raises(AttemptError, match=f"no record of attempt 2 in {store}"):
+            getattr(drain, verb)()
+        assert storage_files(store.root) == before
+        assert not any(part.drained for part in folder.parts())
+        claim(store, 1, attempt=1, step=10)
+        assert drain.drain_once() == ids((1, 10), (2, 20))
+
+    def test_storage_deleted_while_a_shard_is_written_does_not_cost_the_snapshot(self, drain, ranks, store, folder):
+        def delete(key):
+            store.before_write = lambda key: None
+            shutil.rmtree(store.root)
+
+        ranks.save(10, persist=True)
+        store.before_write = delete
+        with pytest.raises(AttemptError, match="no record of attempt 1"):
+            drain.work()
+        assert list_committed(store) == []
         assert not folder.scan()[CheckpointId(1, 10)].drained
-        with pytest.raises(AttemptError, match="attempt 1"):
-            drain.salvage()
+        claim(store, 0)
+        assert drain.work() == ids((1, 10))
+        ranks.check_committed(store, 10)
 
     def test_a_buffer_in_use_is_tried_again_later(self, drain, ranks, store):
         ranks.save(10, persist=True)
@@ -267,6 +293,20 @@ class TestErrors:
         assert drain.work() == ids((1, 10))
         ranks.check_committed(store, 10)
 
+    def test_debris_goes_although_the_disk_is_full(self, drain, ranks, store):
+        """It is what takes the room; the first error is the one that is raised."""
+
+        def fail(key):
+            raise OSError(errno.ENOSPC, "disk")
+
+        store.write("step-000000005-a0001/rank-00000.safetensors", [b"half"])
+        claim(store, 1)
+        Ranks(drain._staging, attempt=2).save(10, persist=True)
+        store.before_write = fail
+        with pytest.raises(OSError, match="disk"):
+            drain.work()
+        assert store.list("") == ["attempts", "reserve.bin"]
+
     def test_events_wait_for_a_sink_that_fails(self, ranks, folder, store):
         class Sink(MemorySink):
             broken = True
@@ -300,6 +340,63 @@ class TestErrors:
         assert calls == pytest.approx([0.0, 0.1, 0.3, 0.7, 1.5, 2.5, 3.5, 4.5], abs=0.01)
 
 
+class SmallDisk(LocalStore):
+    """A disk of so many bytes. What does not fit takes what there is until it fails."""
+
+    capacity_bytes = 10**9
+
+    def free_bytes(self):
+        return self.capacity_bytes - sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
+
+    def write(self, key, chunks, *, if_absent=False):
+        chunks = list(chunks)
+        if sum(map(len, chunks)) > self.free_bytes():
+            raise OSError(errno.ENOSPC, "the disk is full")
+        return super().write(key, chunks, if_absent=if_absent)
+
+
+class TestReserve:
+    def test_the_drain_makes_the_reserve_anew_before_it_writes_a_shard(self, drain, ranks, store):
+        written = []
+        ranks.save(10, persist=True)
+        store.delete(RESERVE_KEY)
+        store.before_write = written.append
+        assert drain.drain_once() == ids((1, 10))
+        assert written[:2] == [RESERVE_KEY, "step-000000010-a0001/rank-00000.safetensors"]
+        assert (store.root / RESERVE_KEY).stat().st_size == RESERVE_BYTES
+
+    @pytest.mark.parametrize("point", ["store.write.opened", "store.write.some", "store.write.synced"])
+    def test_without_room_for_the_reserve_no_shard_is_written(self, drain, ranks, store, point):
+        ranks.save(10, persist=True)
+        store.delete(RESERVE_KEY)
+        faultpoints.plan(f"{point}=enospc")
+        try:
+            with pytest.raises(OSError, match="No space left"):
+                drain.drain_once()
+        finally:
+            faultpoints.plan("")
+        assert storage_files(store.root) == ["attempts/000001.json"]
+        assert drain.drain_once() == ids((1, 10))
+
+    def test_a_full_disk_takes_one_restart_after_the_other_while_a_snapshot_waits(self, folder, tmp_path):
+        """The shard would fit into what the first restart freed, and the second could not be recorded."""
+        store = SmallDisk(tmp_path / "storage" / "job")
+        drain = Drain(staging=folder, store=store, sink=MemorySink(), job="job")
+        claim(store, 0)
+        ranks = Ranks(folder, attempt=1, world_size=8)
+        ranks.save(10, persist=True)
+        assert min(layout.shard_bytes for layout in ranks.layouts) < RESERVE_BYTES
+        store.capacity_bytes -= store.free_bytes()
+        for after in range(1, 4):
+            assert claim(store, after, attempt=1, step=10).attempt == after + 1
+            with pytest.raises(OSError, match="full"):
+                drain.work()
+            assert not folder.scan()[CheckpointId(1, 10)].drained
+        store.capacity_bytes = 10**9
+        assert drain.work() == ids((1, 10))
+        assert (store.root / RESERVE_KEY).stat().st_size == RESERVE_BYTES
+
+
 class TestReports:
     def damage(self, store, file):
         path = store.root / "step-000000010-a0001" / file
@@ -313,7 +410,7 @@ class TestReports:
         drain.work()
         self.damage(store, file)
         folder.write_report(CheckpointId(1, 10), file, "checksum")
-        drain.work()
+        drain.handle_reports()
         assert list_committed(store) == []
         assert store.list("quarantine") == ["step-000000010-a0001"]
         event = sink.events[-1]
@@ -327,7 +424,7 @@ class TestReports:
         drain.work()
         folder.write_report(CheckpointId(1, 10), "rank-00000.safetensors", "misread")
         folder.write_report(CheckpointId(1, 77), "rank-00000.safetensors", "no such thing")
-        drain.work()
+        drain.handle_reports()
         assert list_committed(store) == ids((1, 10))
         assert folder.reports() == []
         assert len(sink.events) == 1
@@ -339,7 +436,7 @@ class TestReports:
             (store.root / "quarantine" / name).mkdir(parents=True)
         self.damage(store, "rank-00000.safetensors")
         folder.write_report(CheckpointId(1, 10), "rank-00000.safetensors", "checksum")
-        drain.work()
+        drain.handle_reports()
         assert sink.events[-1].moved_to == "quarantine/step-000000010-a0001-3"
 
     def test_the_event_of_a_drain_that_died_after_the_move_is_caught_up(self, drain, ranks, store, folder, sink):
@@ -347,7 +444,7 @@ class TestReports:
         drain.work()
         store.move("step-000000010-a0001", "quarantine/step-000000010-a0001")
         folder.write_report(CheckpointId(1, 10), "rank-00000.safetensors", "checksum")
-        drain.work()
+        drain.handle_reports()
         assert isinstance(sink.events[-1], CheckpointQuarantined)
 
     def test_an_io_error_is_not_damage(self, drain, ranks, store, folder, monkeypatch):
@@ -361,9 +458,28 @@ class TestReports:
         with monkeypatch.context() as patch:
             patch.setattr(store, "read", fail)
             with pytest.raises(OSError, match="disk"):
-                drain.work()
+                drain.handle_reports()
         assert len(folder.reports()) == 1
         assert list_committed(store) == ids((1, 10))
+
+    def test_a_report_that_cannot_be_looked_into_does_not_hold_up_the_others(
+        self, drain, ranks, store, folder, monkeypatch
+    ):
+        for step in (10, 20, 30):
+            ranks.save(step, persist=True)
+            drain.work()
+            folder.write_report(CheckpointId(1, step), "rank-00000.safetensors", "checksum")
+        read = store.read
+
+        def fail(key):
+            if key.startswith("step-000000020"):
+                raise OSError(errno.EIO, "disk")
+            return read(key)
+
+        monkeypatch.setattr(store, "read", fail)
+        with pytest.raises(OSError, match="disk"):
+            drain.handle_reports()
+        assert [report.checkpoint.step for report in folder.reports()] == [20]
 
 
 class TestDebris:
@@ -448,6 +564,55 @@ class TestLoop:
         Ranks(folder, attempt=1).save(10)  # without a record the salvage fails
         assert self.loop(drain, folder, give_up_seconds=0.1).run() == 1
         assert folder.scan()[CheckpointId(1, 10)].complete
+
+    def test_a_report_that_cannot_be_looked_into_does_not_hold_up_saves(self, drain, ranks, folder, store, monkeypatch):
+        """The bad checkpoint cannot be read for ever; what is saved after it becomes durable at once."""
+        ranks.save(10, persist=True)
+        drain.work()
+        folder.write_report(CheckpointId(1, 10), "rank-00000.safetensors", "checksum")
+        loop = self.loop(drain, folder, monotonic=lambda: 0.0)
+        tried = []
+
+        def fail():
+            tried.append(1)
+            raise OSError(errno.EIO, "disk")
+
+        monkeypatch.setattr(loop._reports, "_work", fail)
+        rounds = iter((20, 30))
+
+        def next_round(timeout_seconds):
+            step = next(rounds, None)
+            if step is None:
+                folder.remove()
+            else:
+                assert list_committed(store)[-1] == (1, step - 10)
+                ranks.save(step, persist=True)
+
+        monkeypatch.setattr(folder, "wait_for_wake", next_round)
+        monkeypatch.setattr(loop, "_is_somebody_there", lambda: True)
+        assert loop.run() == 0
+        assert list_committed(store) == ids((1, 10), (1, 20), (1, 30))
+        assert tried == [1]  # its own back-off, for which no time has passed
+
+    def test_children_of_the_job_are_killed_before_the_folder_goes(self, drain, folder, monkeypatch):
+        def start(key):
+            return subprocess.Popen(["sleep", "1000"], env={"SUREFOOT_JOB_KEY": key})
+
+        name = folder.path.name
+        children = [start(name), start(f"{name}0"), start(name)]
+        launcher = children[2].pid
+        monkeypatch.setattr("surefoot.checkpoint.drain.holder_pid", lambda path: {"launcher.lock": launcher}[path.name])
+        there_at = []
+        remove = folder.remove
+        monkeypatch.setattr(folder, "remove", lambda: (there_at.append(children[0].poll()), remove()))
+        try:
+            assert self.loop(drain, folder).run() == 0
+            assert there_at == [-signal.SIGKILL]
+            assert [child.poll() for child in children] == [-signal.SIGKILL, None, None]
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
 
     def test_it_ends_when_the_folder_was_deleted(self, drain, folder):
         folder.remove()

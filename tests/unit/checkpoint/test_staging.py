@@ -478,6 +478,40 @@ print(folder.path.joinpath("wake.fifo").exists(), flush=True)
         assert not (folder.path / "old").exists()
         assert [path.name for path in folder.path.parent.iterdir()] == [folder.path.name]
 
+    def test_a_new_session_takes_back_the_end_of_the_one_before(self, folder):
+        folder.hold_session()
+        folder.release_session()
+        folder.announce_end()
+        assert folder.is_end_announced()
+        StagingFolder(folder.path).hold_session()
+        assert not folder.is_end_announced()
+        LockedFile.open(folder.path / "session.lock").close()
+
+    @pytest.mark.parametrize("way", ["create", "hold_session", "sweep"])
+    def test_what_a_removal_that_was_killed_left_is_swept(self, folder, tmp_path, way):
+        name = folder.path.name
+        other = folder.path.with_name(f".removing-{name}-9-12ab34cd-56")  # of a job whose name begins like this one
+        for left in (*(folder.path.with_name(f".removing-{name}-{end}") for end in ("4711", "0af")), other):
+            (left / "reports").mkdir(parents=True)
+            (left / "reports" / "1.json").touch()
+            (left / "rank-00000-buffer-0.stage").write_bytes(b"memory")
+        if way == "create":
+            StagingFolder.create(tmp_path, "job", tmp_path / "storage")
+        elif way == "hold_session":
+            folder.remove()
+            folder.hold_session()
+            LockedFile.open(folder.path / "session.lock").close()
+        else:
+            folder.sweep()
+        assert {path.name for path in folder.path.parent.iterdir()} == {name, other.name}
+        StagingFolder(tmp_path / "nowhere" / "job").sweep()
+
+    def test_a_removal_that_another_process_helps_with_succeeds(self, folder, monkeypatch):
+        (folder.path / "rank-00000.progress").touch()
+        monkeypatch.setattr(staging_folder, "reach", lambda point: folder.sweep())
+        folder.remove()
+        assert list(folder.path.parent.iterdir()) == []
+
     def test_hold_session_makes_a_folder_that_is_gone(self, folder):
         folder.remove()
         folder.hold_session()

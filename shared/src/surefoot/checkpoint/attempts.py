@@ -195,8 +195,19 @@ class AttemptLog:
         except FileExistsError:
             raise _taken(record) from None
         self._known[record.attempt] = record
-        self._keep_reserve()
+        with suppress(OSError):  # on a full disk the drain, or the next claim, tries again
+            self.keep_reserve()
         return record
+
+    def keep_reserve(self) -> None:
+        """Make sure that a full disk can still take a record. Also called by the drain before it fills the disk.
+
+        Raises:
+            OSError: there is no room for the reserve, so there is none for anything else either.
+        """
+        if RESERVE_KEY not in self._store.list(""):
+            # Random, so that no file system compresses it away.
+            self._store.write(RESERVE_KEY, [os.urandom(RESERVE_BYTES)])
 
     def _write(self, record: AttemptRecord) -> None:
         content = record.model_dump_json(indent=1).encode() + b"\n"
@@ -208,13 +219,6 @@ class AttemptLog:
                 raise
             self._store.delete(RESERVE_KEY)
             self._store.write(key, [content], if_absent=True)
-
-    def _keep_reserve(self) -> None:
-        if RESERVE_KEY in self._store.list(""):
-            return
-        # Random, so that no file system compresses it away. On a full disk the next claim tries again.
-        with suppress(OSError):
-            self._store.write(RESERVE_KEY, [os.urandom(RESERVE_BYTES)])
 
     def _numbers(self) -> list[int]:
         names = [name for name in self._store.list(ATTEMPTS_FOLDER) if name.endswith(".json")]

@@ -25,7 +25,7 @@ from surefoot.checkpoint.manifest import (
     decode_part,
 )
 from surefoot.checkpoint.store import PIECE_BYTES, Store
-from surefoot.errors import DamagedCheckpoint
+from surefoot.errors import CheckpointError, DamagedCheckpoint
 
 
 def list_committed(store: Store) -> list[CheckpointId]:
@@ -37,11 +37,17 @@ def list_committed(store: Store) -> list[CheckpointId]:
     return sorted(i for name, i in named if i is not None and MANIFEST_FILE in store.list(name))
 
 
-def read_manifest(store: Store, checkpoint_id: CheckpointId) -> Manifest:
+def read_manifest(store: Store, checkpoint_id: CheckpointId, job: str | None = None) -> Manifest:
     """Return the manifest of a checkpoint.
+
+    Args:
+        store: The job's storage.
+        checkpoint_id: Which checkpoint.
+        job: Who must have written it; None: not checked, so that copies under another name can be read.
 
     Raises:
         DamagedCheckpoint: there is none, it is not as it was written, or it belongs to another checkpoint.
+        CheckpointError: it is whole and another job's: nothing that could be quarantined.
         OSError: the disk fails.
     """
     key = f"{folder_name(checkpoint_id)}/{MANIFEST_FILE}"
@@ -50,6 +56,8 @@ def read_manifest(store: Store, checkpoint_id: CheckpointId) -> Manifest:
     if manifest.checkpoint_id != checkpoint_id:
         step, attempt = manifest.step, manifest.attempt
         raise DamagedCheckpoint(_path(store, key), f"is the manifest of step {step} of attempt {attempt}")
+    if job not in (None, manifest.job):
+        raise CheckpointError(f"{_path(store, key)}: is a checkpoint of job {manifest.job!r} and not of job {job!r}")
     return manifest
 
 

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from surefoot.checkpoint.drain_work import Drain
-from surefoot.checkpoint.locks import LockedFile
+from surefoot.checkpoint.locks import LockedFile, holder_pid
 from surefoot.checkpoint.staging_folder import StagingFolder
 from surefoot.checkpoint.store import LocalStore
 from surefoot.errors import EXIT_FAILED, EXIT_OK, SurefootError
 from surefoot.events import Event, JsonlSink
+from surefoot.processes import kill_job_processes
 
 __all__ = ["Drain", "DrainLoop", "main"]
 
@@ -92,6 +95,7 @@ class DrainLoop:
         self._poll_seconds = poll_seconds
         self._give_up_seconds = give_up_seconds
         self._monotonic = monotonic
+        self._reports = _Retried(drain.handle_reports, max_delay_seconds, monotonic)
         self._work = _Retried(drain.work, max_delay_seconds, monotonic)
         self._salvage = _Retried(drain.salvage, max_delay_seconds, monotonic)
 
@@ -99,6 +103,7 @@ class DrainLoop:
         """Run until the job is over. Returns the exit code. Call it in the main thread, holding `drain.lock`."""
         alone_since: float | None = None
         while self._is_current():
+            self._reports.call()
             self._work.call()
             now = self._monotonic()
             if self._is_somebody_there():
@@ -118,7 +123,7 @@ class DrainLoop:
     def _wait(self, alone_since: float | None) -> None:
         timeout_seconds = self._poll_seconds
         now = self._monotonic()
-        for retried in (self._work, self._salvage):
+        for retried in (self._reports, self._work, self._salvage):
             if retried.num_failures:
                 timeout_seconds = min(timeout_seconds, retried.next_try - now)
         if alone_since is not None and now < alone_since + self._linger_seconds:
@@ -132,7 +137,7 @@ class DrainLoop:
         return True
 
     def _close_down(self) -> bool:
-        """Salvage, then remove the folder unless somebody came; False: go on.
+        """Salvage, then end what is left of the job and remove the folder, unless somebody came; False: go on.
 
         The session lock is not held while writing: whoever starts the job again meanwhile shall not wait for
         a disk.
@@ -143,8 +148,20 @@ class DrainLoop:
         if self._content() != before:
             self._staging.release_session()
             return False
+        self._kill_leftovers()
         self._staging.remove()
         return True
+
+    def _kill_leftovers(self) -> None:
+        """End what a user's script started and nobody else ends once ranks and launcher are dead."""
+        launcher = holder_pid(self._staging.path / "launcher.lock")
+        try:
+            killed = kill_job_processes(self._staging.path.name, keep=() if launcher is None else (launcher,))
+        except OSError as error:  # also TimeoutError: the memory of the snapshots is not theirs to keep
+            _log.error("processes of the job are left: %s", error)
+            return
+        if killed:
+            _log.warning("killed processes that outlived the job: %s", ", ".join(map(str, killed)))
 
     def _content(self) -> set[tuple[str, int]]:
         return {(part.buffer.path.name, part.header.sequence) for part in self._staging.parts()}
@@ -169,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     staging = StagingFolder(options.staging)
+    staging.sweep()
     try:
         lock = LockedFile.open(options.staging / "drain.lock", create=True)
     except FileNotFoundError:
@@ -215,5 +233,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _close_inherited_descriptors() -> None:
+    # Libraries in rank 0 open sockets in C without CLOEXEC: kept open here, the peer of a dead rank sees no end.
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  numbers, not paths
+        if int(name) > 2:
+            with suppress(OSError):  # the one that listed them
+                os.close(int(name))
+
+
 if __name__ == "__main__":
+    _close_inherited_descriptors()
     sys.exit(main())

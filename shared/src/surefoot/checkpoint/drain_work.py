@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from surefoot.checkpoint.attempts import AttemptLog
@@ -27,7 +27,7 @@ from surefoot.checkpoint.shard_writer import ShardWriter
 from surefoot.checkpoint.staged import StagedSnapshot
 from surefoot.checkpoint.staging_folder import DamageReport, StagingFolder
 from surefoot.checkpoint.store import Store
-from surefoot.errors import AttemptError, CheckpointError, DamagedCheckpoint
+from surefoot.errors import AttemptError, CheckpointError, DamagedCheckpoint, SurefootError
 from surefoot.events import CheckpointCommitted, CheckpointQuarantined, EventSink
 from surefoot.faultpoints import reach
 
@@ -40,7 +40,7 @@ class Drain:
     """Makes staged snapshots of one job durable. One thread of one process at a time (see `drain.lock`).
 
     Every method may raise OSError when storage fails and AttemptError when the attempt records cannot be
-    read; it can then be called again, and nothing is lost.
+    read or are not there; it can then be called again, and nothing is lost.
 
     Args:
         staging: The job's staging folder.
@@ -66,19 +66,31 @@ class Drain:
         self._attempts = AttemptLog(store)
         self._swept_attempt = 0
         self._announced: set[CheckpointId] = set()
-        self._writer = ShardWriter(store, job)
+        self._writer = ShardWriter(store, job, self._attempts.keep_reserve)
         self._outbox = Outbox(sink)
 
     def work(self) -> list[CheckpointId]:
-        """Do all there is to do now: damage reports, snapshots to persist, debris. Return what was committed."""
+        """Make durable what is to be, then remove debris. Return what was committed.
+
+        `handle_reports` is apart: a checkpoint that cannot be read must not keep new ones from being written.
+        """
         self._outbox.flush()
-        self.handle_reports()
-        committed = self.drain_once()
+        try:
+            committed = self.drain_once()
+        except OSError:
+            with suppress(OSError, SurefootError):  # the first error is the one to report
+                self.remove_debris()  # it may take the room that was missing
+            raise
         self.remove_debris()
         return committed
 
     def drain_once(self) -> list[CheckpointId]:
-        """Commit every complete `persist` snapshot on the lineage, oldest first; free those that never will be."""
+        """Commit every complete `persist` snapshot on the lineage, oldest first; free those that never will be.
+
+        Raises:
+            AttemptError: one waits whose attempt has no record; nothing is written or freed. Ranks claim the
+                record before they stage anything, so storage was deleted, unmounted or is another one.
+        """
         committed: list[CheckpointId] = []
         tried: set[CheckpointId] = set()
         while (snapshot := self._next_to_persist(tried)) is not None:
@@ -94,15 +106,13 @@ class Drain:
             What was committed beyond what was asked for, or None when storage has it, or newer, already.
 
         Raises:
-            AttemptError: snapshots are staged whose attempt has no record: is this the right storage?
+            AttemptError: snapshots are staged whose attempt has no record, as in `drain_once`.
         """
         self.drain_once()
         staged = {id_: snapshot for id_, snapshot in self._staging.scan().items() if snapshot.complete}
         records = self._attempts.read_all()
         newest_attempt = max(records, default=0)
-        stray = [id_ for id_ in staged if id_.attempt > newest_attempt and not staged[id_].drained]
-        if stray:
-            raise AttemptError(f"no record of attempt {max(stray).attempt} in {self._store}; its snapshots stay")
+        self._check_recorded((id_ for id_ in staged if not staged[id_].drained), newest_attempt)
         newest = newest_on_lineage(staged, newest_attempt, records)
         durable = newest_on_lineage(list_committed(self._store), newest_attempt, records)
         if newest is None or (durable is not None and durable >= newest):
@@ -110,11 +120,21 @@ class Drain:
         return newest if self._commit(staged[newest]) else None
 
     def handle_reports(self) -> None:
-        """Look into what ranks reported as damaged; move what really is to quarantine/."""
+        """Look into what ranks reported as damaged; move what really is to quarantine/.
+
+        A report that cannot be looked into now stays; its error is raised once the others are dealt with.
+        """
+        errors: list[OSError | SurefootError] = []
         for report in self._staging.reports():
-            self._handle_report(report)
-            if report.path is not None:
-                report.path.unlink(missing_ok=True)
+            try:
+                self._handle_report(report)
+            except (OSError, SurefootError) as error:
+                errors.append(error)
+            else:
+                if report.path is not None:
+                    report.path.unlink(missing_ok=True)
+        if errors:
+            raise errors[0]
 
     def remove_debris(self) -> None:
         """Remove folders without manifest that nobody can complete: older attempt, and nothing staged for them."""
@@ -146,7 +166,8 @@ class Drain:
         by_id = {snapshot.id: snapshot for snapshot in staged}
         records = self._attempts.read_all()
         newest = max(records, default=0)
-        for snapshot in (by_id[id_] for id_ in waiting if id_.attempt <= newest):
+        self._check_recorded(waiting, newest)
+        for snapshot in (by_id[id_] for id_ in waiting):
             name = folder_name(snapshot.id)
             if not on_lineage(snapshot.id, newest, records):
                 _log.info("%s is off the lineage of attempt %d: not written", name, newest)
@@ -184,6 +205,7 @@ class Drain:
         manifest = encode_manifest(build_manifest(parts))
         # Writing took a while: meanwhile an attempt may have begun that went on from an earlier step.
         records = self._attempts.read_all()
+        self._check_recorded([checkpoint], max(records, default=0))
         if not on_lineage(checkpoint, max(records, default=0), records):
             _log.info("%s left the lineage while it was written", folder_name(checkpoint))
             self._mark_drained(checkpoint)
@@ -193,6 +215,14 @@ class Drain:
             self._store.write(f"{folder_name(checkpoint)}/{MANIFEST_FILE}", [manifest], if_absent=True)
         reach("drain.manifest_written")
         return True
+
+    def _check_recorded(self, checkpoints: Iterable[CheckpointId], newest_attempt: int) -> None:
+        stray = max((id_.attempt for id_ in checkpoints), default=0)
+        if stray > newest_attempt:
+            raise AttemptError(
+                f"no record of attempt {stray} in {self._store}: was it deleted, is it not mounted, or is it another "
+                "storage? The snapshots stay in memory"
+            )
 
     def _mark_drained(self, checkpoint: CheckpointId) -> None:
         for part in self._staging.parts():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from surefoot.checkpoint.ids import folder_name
@@ -18,11 +19,18 @@ _log = logging.getLogger("surefoot.drain")
 
 
 class ShardWriter:
-    """Writes complete snapshots of one job to its storage. Used by the drain's one thread."""
+    """Writes complete snapshots of one job to its storage. Used by the drain's one thread.
 
-    def __init__(self, store: Store, job: str) -> None:
+    Args:
+        store: The job's storage.
+        job: Name of the job.
+        keep_reserve: Called before each shard; raises OSError when the disk has no room but for an attempt record.
+    """
+
+    def __init__(self, store: Store, job: str, keep_reserve: Callable[[], None]) -> None:
         self._store = store
         self._job = job
+        self._keep_reserve = keep_reserve
 
     def write(self, snapshot: StagedSnapshot) -> list[tuple[bytes, ShardPart]] | None:
         """Write shard and part file of every rank, one after the other.
@@ -36,6 +44,7 @@ class ShardWriter:
         """
         parts = []
         for rank in sorted(snapshot.parts):
+            self._keep_reserve()
             part = self._write_shard(snapshot, snapshot.parts[rank])
             if part is None:
                 _log.warning("%s: the buffer of rank %d changed or is in use", folder_name(snapshot.id), rank)

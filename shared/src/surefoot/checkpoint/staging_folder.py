@@ -28,7 +28,9 @@ from surefoot.checkpoint.staged import StagedPart, StagedSnapshot, group_parts
 from surefoot.checkpoint.staging import StagingBuffer, free_bytes, required_bytes
 from surefoot.checkpoint.staging_header import BufferState
 from surefoot.errors import StagingTooSmall, UsageError
+from surefoot.faultpoints import reach
 
+_DOOMED_PREFIX = ".removing-"
 _BUFFER_NAME = re.compile(r"rank-(\d{5,})-buffer-(\d+)\.stage")
 
 
@@ -107,7 +109,7 @@ class StagingFolder:
     def buffers(self, rank: int | None = None) -> list[StagingBuffer]:
         """Return the buffers of one rank, or of all ranks that ever were, ordered by rank and index."""
         found = []
-        for name in self._names():
+        for name in _children(self.path):
             match = _BUFFER_NAME.fullmatch(name)
             if match is not None and rank in (None, int(match[1])):
                 found.append((int(match[1]), int(match[2]), name))
@@ -156,6 +158,8 @@ class StagingFolder:
             session.wait_shared()
             if session.is_current():
                 self._session = session
+                # Of an earlier session: only now, or the drain could close the folder down in between.
+                (self.path / "end").unlink(missing_ok=True)
             else:
                 session.close()
 
@@ -243,10 +247,23 @@ class StagingFolder:
         if self._fifo_fd is not None:
             os.close(self._fifo_fd)
             self._fifo_fd = None
-        doomed = self.path.with_name(f".removing-{self.path.name}-{os.getpid()}")
+        # Random, since in a container every drain may have the same pid.
+        doomed = self.path.with_name(f"{_DOOMED_PREFIX}{self.path.name}-{os.urandom(6).hex()}")
         self.path.rename(doomed)
         self.release_session()  # whoever waits for it finds its file gone and makes a new folder
+        reach("staging.hidden")
         _remove_tree(doomed)
+
+    def sweep(self) -> None:
+        """Delete what is left of this job's folders where `remove` was killed: it is memory until a reboot.
+
+        Any process, any time: nobody opens a file in a renamed folder. What cannot be deleted is left.
+        """
+        leftover = re.compile(re.escape(f"{_DOOMED_PREFIX}{self.path.name}-") + "[0-9a-f]+")
+        for folder in _children(self.path.parent):
+            if leftover.fullmatch(folder):
+                with suppress(OSError):
+                    _remove_tree(self.path.with_name(folder))
 
     def _make(self) -> None:
         try:
@@ -254,6 +271,7 @@ class StagingFolder:
             for folder in (self.path.parent, self.path):
                 folder.mkdir(mode=0o700, exist_ok=True)
                 _check_ours(folder)
+            self.sweep()
             (self.path / "reports").mkdir(exist_ok=True)
             with suppress(FileExistsError):
                 os.mkfifo(self.path / "wake.fifo", 0o600)
@@ -262,11 +280,12 @@ class StagingFolder:
         except OSError as error:
             raise UsageError("checkpoint.staging_dir", f"{self.path}: {error.strerror}") from None
 
-    def _names(self) -> list[str]:
-        try:
-            return os.listdir(self.path)  # noqa: PTH208  called on every scan; names are all we need
-        except FileNotFoundError:
-            return []
+
+def _children(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208  called on every scan; names are all we need
+    except FileNotFoundError:
+        return []
 
 
 def _try_open(path: Path) -> StagingBuffer | None:
@@ -284,10 +303,11 @@ def _check_ours(folder: Path) -> None:
 
 
 def _remove_tree(folder: Path) -> None:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                _remove_tree(Path(entry.path))
-            else:
-                Path(entry.path).unlink()
-    folder.rmdir()
+    with suppress(FileNotFoundError):  # here and below: somebody else deletes it too
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    _remove_tree(Path(entry.path))
+                else:
+                    Path(entry.path).unlink(missing_ok=True)
+        folder.rmdir()
