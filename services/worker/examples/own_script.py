@@ -72,6 +72,8 @@ def main() -> None:
         session.step(loss)
         if session.rank == 0 and session.global_step % 20 == 0:
             print(f"step {session.global_step} loss {loss.item():.3f} attempt {session.attempt}")
+    if session.rank == 0 and not session.stopped:
+        print(f"finished after {session.global_step} steps")  # here: final evaluation, export
 
 
 if __name__ == "__main__":

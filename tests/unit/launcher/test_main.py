@@ -9,9 +9,9 @@ import pytest
 
 from surefoot.checkpoint.attempts import AttemptLog, Source, StartsFrom
 from surefoot.checkpoint.store import LocalStore
-from surefoot_worker.launcher import main
 from surefoot_worker.launcher.entrypoint import Entrypoint, Import, imports_of
 from surefoot_worker.launcher.hugepages import collapse_memory
+from surefoot_worker.launcher.records import restart_history, until_claimed
 
 
 def claim(log: AttemptLog, number: int, cause: str, age_seconds: float) -> None:
@@ -22,24 +22,24 @@ def claim(log: AttemptLog, number: int, cause: str, age_seconds: float) -> None:
 
 def test_p4_a_new_launcher_counts_the_restarts_of_the_one_before(tmp_path: Path) -> None:
     log = AttemptLog(LocalStore(tmp_path))
-    assert main._history(log, 600).restarted_at == ()
+    assert restart_history(log, 600).restarted_at == ()
     claim(log, 1, "started by the user", 650)
     claim(log, 2, "restart: rank 0 was killed by SIGKILL", 601)
     claim(log, 3, "restart: rank 0 was killed by SIGKILL", 100)
     claim(log, 4, "started by the user", 50)
     claim(log, 5, "restart: rank 1 was killed by SIGKILL", 10)
-    assert len(main._history(log, 600).restarted_at) == 2
+    assert len(restart_history(log, 600).restarted_at) == 2
 
 
 def test_from_seed_holds_until_an_attempt_is_claimed(tmp_path: Path) -> None:
     log = AttemptLog(LocalStore(tmp_path))
     claim(log, 1, "started by the user", 50)
-    still = main._until_claimed(AttemptLog(LocalStore(tmp_path)), from_seed=True)
+    still = until_claimed(AttemptLog(LocalStore(tmp_path)), from_seed=True)
     assert still()
     assert still()
     claim(log, 2, "started by the user", 0)
     assert not still()
-    assert not main._until_claimed(AttemptLog(LocalStore(tmp_path)), from_seed=False)()
+    assert not until_claimed(AttemptLog(LocalStore(tmp_path)), from_seed=False)()
 
 
 def test_only_unconditional_imports_are_preloaded_and_the_file_does_not_run(tmp_path: Path) -> None:

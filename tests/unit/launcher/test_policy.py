@@ -4,7 +4,7 @@ import pytest
 
 from surefoot.errors import EXIT_USAGE
 from surefoot_worker.launcher.failure import ErrorReport, Failure, RankExit, first_of
-from surefoot_worker.launcher.policy import History, Verdict, decide
+from surefoot_worker.launcher.policy import History, Verdict, decide, spend
 
 NOTHING = History()
 
@@ -96,3 +96,44 @@ def test_summaries_say_who_and_why() -> None:
     assert failed(code=-9).summary() == "rank 1 was killed by SIGKILL after step 5"
     assert failed(report(message="a\nb"), step=None).summary() == "rank 1 raised ValueError: a"
     assert failed(code=3, step=None).summary() == "rank 1 exited with status 3"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("/x/.tmp-123-abc-000004.json", "/x/.tmp-98-7de-000004.json"),
+        ("no such file: '/tmp/tmpab12_x9z/f'", "no such file: '/tmp/tmpqqqqqqqq/f'"),
+        ("key 3f2a9c0d17 is gone", "key 00aa9c0d18 is gone"),
+        ("run 123e4567-e89b-12d3-a456-426614174000", "run 00000000-e89b-12d3-a456-426614174fff"),
+        ("worker (pid 12) died", "worker (pid 345) died"),
+    ],
+)
+def test_random_names_in_the_message_make_no_difference(one: str, other: str) -> None:
+    history = judge(failed(report(message=one))).history
+    assert not judge(failed(report(message=other)), history).restart
+
+
+def test_numbers_that_mean_something_make_a_difference() -> None:
+    history = judge(failed(report(message="expected 12 rows in a.json"))).history
+    assert judge(failed(report(message="expected 13 rows in a.json")), history).restart
+
+
+def test_restarts_in_the_future_count_as_made_now() -> None:
+    """The clock was set back by an hour: they must not block the job until it has caught up."""
+    history = History(restarted_at=(4600.0, 4601.0))
+    verdict = judge(failed(code=-9), history, now=1000.0)
+    assert verdict.restart
+    assert verdict.history.restarted_at == (1000.0, 1000.0, 1000.0)
+    refused = judge(failed(code=-9), verdict.history, now=1001.0)
+    assert not refused.restart
+    assert judge(failed(code=-9), refused.history, now=1060.5).restart
+
+
+def test_starts_that_fail_use_up_the_same_budget() -> None:
+    history = judge(failed(report())).history
+    for moment in (1001.0, 1002.0):
+        verdict = spend(history, max_restarts=3, window_seconds=60.0, now=moment)
+        assert verdict.restart
+        history = verdict.history
+    assert history.seen
+    assert not spend(history, max_restarts=3, window_seconds=60.0, now=1003.0).restart

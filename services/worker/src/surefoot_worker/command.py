@@ -16,6 +16,7 @@ from surefoot.cli.view_state import describe_exit
 from surefoot.errors import EXIT_OK, EXIT_PREEMPTED
 from surefoot.events import JobFinished, RankFailed
 from surefoot.spec import load_spec
+from surefoot_worker.launcher.signals import SignalInbox
 
 
 def run(
@@ -31,13 +32,14 @@ def run(
 
     Ctrl-C or SIGTERM: save, stop and exit 75; run it again to go on.
     """
-    spec = preflight.check(load_spec(file))
-    mode = ViewMode.QUIET if quiet else ViewMode.PLAIN if plain else ViewMode.LIVE
-    outcome = EventTail(spec.events_path)
-    with showing(spec, Console(), mode):
-        from surefoot_worker.launcher.main import launch  # torch: seconds that bad input must not wait for
+    with SignalInbox() as inbox:  # first of all: from here on a signal is an orderly end
+        spec = preflight.check(load_spec(file))
+        mode = ViewMode.QUIET if quiet else ViewMode.PLAIN if plain else ViewMode.LIVE
+        outcome = EventTail(spec.events_path)
+        with showing(spec, Console(), mode):
+            from surefoot_worker.launcher.main import launch  # torch: seconds that bad input must not wait for
 
-        code = launch(spec, from_seed=from_seed)
+            code = launch(spec, from_seed=from_seed, inbox=inbox)
     if code not in (EXIT_OK, EXIT_PREEMPTED):
         _explain(outcome, spec.job_run_dir / "logs")
     raise typer.Exit(code)

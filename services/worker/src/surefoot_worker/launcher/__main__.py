@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+# ruff: noqa: E402  a signal that comes during the imports below must wait, and not end this process
+from surefoot_worker.launcher.signals import STOP_SIGNALS, SignalInbox
+
+_inbox = SignalInbox().__enter__() if __name__ == "__main__" else None
+
 import argparse
 import logging
 import signal
@@ -11,7 +16,6 @@ from pathlib import Path
 from surefoot.errors import SurefootError
 from surefoot.spec import load_spec
 from surefoot_worker.launcher.main import launch
-from surefoot_worker.launcher.signals import STOP_SIGNALS
 
 
 def main() -> int:
@@ -22,7 +26,7 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, format="surefoot: %(message)s")
     try:
-        return launch(load_spec(arguments.spec), from_seed=arguments.from_seed)
+        return launch(load_spec(arguments.spec), from_seed=arguments.from_seed, inbox=_inbox)
     except SurefootError as error:
         sys.stderr.write(f"surefoot: error: {error}\n")
         return error.exit_code

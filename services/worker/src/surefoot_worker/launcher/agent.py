@@ -27,10 +27,11 @@ from surefoot import timeline
 from surefoot.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
 from surefoot.events import JobState
 from surefoot_worker.launcher import failure as failures
-from surefoot_worker.launcher import policy
+from surefoot_worker.launcher import policy, sweep
+from surefoot_worker.launcher.ending import JobEnded
 from surefoot_worker.launcher.failure import Failure, RankExit
 from surefoot_worker.launcher.pages import Pages
-from surefoot_worker.launcher.ranks import RankProcesses
+from surefoot_worker.launcher.ranks import RankProcesses, StartFailed
 from surefoot_worker.launcher.reporting import Reports
 from surefoot_worker.launcher.signals import SAVE_SIGNAL, STOP_SIGNALS, SignalInbox
 from surefoot_worker.launcher.starter import RankStarter
@@ -39,24 +40,10 @@ UNLIMITED_RESTARTS = 2**31 - 1
 """For torch, which names nothing by the count any more; the budget is `policy`'s."""
 _ECHO_SECONDS = 0.02
 _LOOK_FOR_NODES_SECONDS = 1.0
+_START_AGAIN_SECONDS = 0.025
+_START_AGAIN_MAX_SECONDS = 2.0
 
 log = logging.getLogger("surefoot.launcher")
-
-
-class JobEnded(Exception):
-    """The job is over, and not because every rank finished.
-
-    Args:
-        state: How it ended.
-        reason: Why, for a person.
-        exit_code: Of the launcher.
-    """
-
-    def __init__(self, state: JobState, reason: str, exit_code: int) -> None:
-        super().__init__(reason)
-        self.state = state
-        self.reason = reason
-        self.exit_code = exit_code
 
 
 class Agent(SimpleElasticAgent):
@@ -87,7 +74,7 @@ class Agent(SimpleElasticAgent):
     ) -> None:
         super().__init__(worker_spec)
         self.num_restarts = 0
-        self.stopping = False
+        self.num_stop_signals = 0
         self._starter = starter
         self._pages = pages
         self._inbox = inbox
@@ -96,24 +83,43 @@ class Agent(SimpleElasticAgent):
         self._history = history
         self._from_seed = from_seed
         self._ranks: RankProcesses | None = None
-        self._failure: Failure | None = None
+        self._cause = "started by the user"
+        self._unreported: Failure | None = None
+        self._start_problem: str | None = None
+        self._num_failed_starts = 0
+        self._ranks_dead_ticks = 0
+
+    @property
+    def stopping(self) -> bool:
+        """Whether somebody asked for the end."""
+        return self.num_stop_signals > 0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks that the rendezvous gave us; torch calls it for the first and every later set."""
+        """Start the ranks that the rendezvous gave us; torch calls it for the first and every later set.
+
+        A start that fails is judged in `_monitor_workers`: the next one needs a new rendezvous as well.
+        """
         timeline.mark("rendezvous")
         self._answer_requests()
-        cause = "started by the user"
-        if self._failure is not None:
-            cause = f"{policy.RESTART_CAUSE_PREFIX}{self._failure.summary()}"
-        self._ranks = self._starter.start(
-            worker_group, restart=self.num_restarts, cause=cause, from_seed=self._from_seed()
-        )
+        self._ranks = None
+        try:
+            self._ranks = self._starter.start(
+                worker_group,
+                restart=self.num_restarts,
+                cause=self._cause,
+                from_seed=self._from_seed(),
+                give_up=self._inbox.is_stop_pending,
+            )
+        except StartFailed as error:
+            self._start_problem = str(error)
+            return {}
+        self._num_failed_starts = 0
         timeline.mark("forked")
         # Written only now: a slow disk under the event file must not hold up the ranks.
-        if self._failure is not None:
-            self._reports.rank_failed(self._failure)
+        self._report_failure()
         pids = self._ranks.pids()
         self._reports.ranks_started(self.num_restarts, pids, self._starter.method)
+        self._sweep(pids)
         return {worker.local_rank: pids[worker.global_rank] for worker in worker_group.workers}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -123,6 +129,10 @@ class Agent(SimpleElasticAgent):
             JobEnded: they may not be started again, or somebody asked for the end.
         """
         del worker_group
+        if self._start_problem is not None:
+            self._after_failed_start(self._start_problem)
+            self._start_problem = None
+            return RunResult(state=WorkerState.FAILED)
         ranks = self._running()
         ranks.wait([self._inbox.fileno()], _LOOK_FOR_NODES_SECONDS)
         codes = ranks.exit_codes()
@@ -166,6 +176,7 @@ class Agent(SimpleElasticAgent):
         pids = ranks.pids()
         ranks.kill()
         timeline.mark("killed")
+        self._ranks_dead_ticks = sweep.now_ticks()
         # Reports of the ranks killed just now count too: a rank whose exit took long may have failed before the others.
         reports = {rank: failures.read_report(self._starter.failure_path(rank)) for rank in pids}
         exits = [RankExit(rank, code, reports[rank]) for rank, code in codes.items() if code]
@@ -175,17 +186,52 @@ class Agent(SimpleElasticAgent):
         return Failure(first.rank, pids[first.rank], first.exit_code, attempt, step, first.report)
 
     def _after_failure(self, failure: Failure) -> None:
-        self._failure = failure
+        self._unreported = failure
+        self._cause = f"{policy.RESTART_CAUSE_PREFIX}{failure.summary()}"
         verdict = policy.decide(failure, self._history, now=time.time(), **self._limits)
         self._history = verdict.history
         if not verdict.restart:
-            self._reports.rank_failed(failure)
+            self._report_failure()
             self._give_up(failure, verdict.reason)
         if self.stopping and not self._pages.any_attached(self._running().pids()):
-            self._reports.rank_failed(failure)
+            self._report_failure()
             raise JobEnded(JobState.STOPPED, f"stopped on request; {failure.summary()}", EXIT_PREEMPTED)
         self.num_restarts += 1
         log.warning("%s; starting the ranks again (restart %d)", failure.summary(), self.num_restarts)
+
+    def _after_failed_start(self, problem: str) -> None:
+        self._cause = f"{policy.RESTART_CAUSE_PREFIX}the ranks could not be started: {problem}"
+        self._ranks_dead_ticks = self._ranks_dead_ticks or sweep.now_ticks()
+        verdict = policy.spend(self._history, now=time.time(), **self._limits)
+        self._history = verdict.history
+        try:
+            self._answer_requests()  # nobody is there, so a wish to stop is fulfilled at once
+            if self.stopping:
+                raise JobEnded(JobState.STOPPED, f"stopped on request; {problem}", EXIT_PREEMPTED)
+            if not verdict.restart:
+                reason = f"the ranks could not be started: {problem}; not tried again: {verdict.reason}"
+                raise JobEnded(JobState.FAILED, reason, EXIT_FAILED)
+        except JobEnded:
+            self._report_failure()
+            raise
+        self.num_restarts += 1
+        self._num_failed_starts += 1
+        log.warning("the ranks could not be started: %s; trying again (restart %d)", problem, self.num_restarts)
+        if self._num_failed_starts > 1:  # the first may well have been an accident
+            self._inbox.wait(min(_START_AGAIN_SECONDS * 2**self._num_failed_starts, _START_AGAIN_MAX_SECONDS))
+
+    def _report_failure(self) -> None:
+        if self._unreported is not None:
+            self._reports.rank_failed(self._unreported)
+            self._unreported = None
+
+    def _sweep(self, pids: dict[int, int]) -> None:
+        """End what earlier ranks left behind. After the fork: looking at every process of the host takes a while."""
+        if not self.num_restarts:
+            return  # `launch` has swept before the first start
+        keep = {*pids.values(), *self._starter.helper_pids()}
+        for pid in sweep.kill_older(self._starter.job_key, than_ticks=self._ranks_dead_ticks, keep=keep):
+            log.warning("killed process %d, left over from earlier ranks", pid)
 
     def _give_up(self, failure: Failure, why: str) -> NoReturn:
         reason = f"{failure.summary()}; not restarted: {why}"
@@ -202,10 +248,10 @@ class Agent(SimpleElasticAgent):
                 self._stop(signal.Signals(number).name)
 
     def _stop(self, name: str) -> None:
-        if self.stopping:
+        self.num_stop_signals += 1
+        if self.num_stop_signals > 1:
             raise JobEnded(JobState.FAILED, f"killed: second {name} while stopping", EXIT_FAILED)
         log.info("%s: asking the ranks to save and stop", name)
-        self.stopping = True
         self._pages.request_stop()
         if self._ranks is None or not self._pages.any_attached(self._ranks.pids()):
             # Nobody is there who could read the request or has anything to save.

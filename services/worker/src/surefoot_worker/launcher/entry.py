@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import types
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing import util as multiprocessing_util
@@ -20,6 +21,8 @@ from surefoot import timeline
 from surefoot.processes import set_parent_death_signal
 from surefoot_worker.launcher.entrypoint import Entrypoint
 from surefoot_worker.launcher.failure import write_report
+from surefoot_worker.launcher.output import lossy_text, open_for_append
+from surefoot_worker.launcher.signals import let_pass
 
 _OUR_FILES = frozenset({__file__, "<frozen runpy>", runpy.__file__})
 _EXIT_LIMIT_SECONDS = 5.0
@@ -103,35 +106,32 @@ def _redirect_output(start: RankStart) -> None:
     moment = datetime.now(UTC).isoformat(timespec="milliseconds")
     header = f"--- surefoot: rank {start.rank} starts, pid {os.getpid()}, {moment}, {start.cause} ---\n".encode()
     for fd, name in ((1, "out"), (2, "err")):
-        path = start.log_folder / f"rank-{start.rank:05d}.{name}"
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        file = open_for_append(start.log_folder / f"rank-{start.rank:05d}.{name}")
         os.dup2(file, fd)
         os.close(file)
-        os.write(fd, header)
-    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            os.write(fd, header)
+    for stream in (sys.stdout, sys.stderr):  # modules that are imported already may have kept these
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    sys.stdout = sys.__stdout__ = lossy_text(1, "<stdout>")  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = lossy_text(2, "<stderr>")  # type: ignore[misc]
     faulthandler.enable()
 
 
 def _leave_stopping_to_the_launcher() -> None:
-    """Let SIGINT and SIGTERM pass: the launcher decides, and ranks stop at a step boundary.
+    """Let signals pass: the launcher decides, and ranks stop at a step boundary.
 
-    A handler that does nothing, not SIG_IGN: the user's own subprocesses would inherit that, and their terminate()
-    would have no effect. For multiprocessing's forked children the same is undone by hand, and they are made to
-    die with the rank (a DataLoader's workers would notice only after 5 s).
+    For multiprocessing's forked children this is undone, and they are made to die with the rank (a DataLoader's
+    workers would notice only after 5 s).
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _pass)
-        signal.siginterrupt(number, False)
+    let_pass()
     multiprocessing_util.register_after_fork(_leave_stopping_to_the_launcher, _in_forked_child)
-
-
-def _pass(number: int, frame: types.FrameType | None) -> None:
-    del number, frame
 
 
 def _in_forked_child(_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # The signal comes when the forking *thread* ends, so only the main thread's children may ask for it.
     if isinstance(threading.current_thread(), threading._MainThread):  # type: ignore[attr-defined]
         set_parent_death_signal()

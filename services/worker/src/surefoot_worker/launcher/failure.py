@@ -7,6 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -107,7 +108,8 @@ def write_report(path: Path, error: BaseException, skip_files: frozenset[str]) -
         exit_code=_exit_code(error),
         monotonic_seconds=time.monotonic(),
     )
-    path.write_text(json.dumps(asdict(report)), encoding="utf-8")
+    with suppress(OSError):  # no memory left for it: the exit code still tells, and the traceback is in the log
+        path.write_text(json.dumps(asdict(report)), encoding="utf-8")
     return report
 
 

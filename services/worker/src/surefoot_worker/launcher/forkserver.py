@@ -37,11 +37,13 @@ class ForkServer:
         self._fifo = folder / "preload.fifo"
         self._request = PreloadRequest(os.getpid(), str(self._fifo), str(log), words, module_path)
         self._reader = -1
+        self._pid: int | None = None
 
     @property
     def pid(self) -> int:
         """Its process id: the parent of the ranks."""
-        return int(_server._forkserver_pid)
+        assert self._pid is not None, "it has been started"
+        return self._pid
 
     def start(self) -> None:
         """Start it and return at once; it goes on importing while the caller does other things."""
@@ -53,6 +55,10 @@ class ForkServer:
         try:
             with hidden_main():
                 forkserver.ensure_running()
+            self._pid = int(_server._forkserver_pid)
+        except OSError:
+            os.close(self._reader)
+            raise
         finally:
             del os.environ[REQUEST_ENVIRONMENT_KEY]
 
@@ -91,19 +97,19 @@ class ForkServer:
         return text
 
     def is_running(self) -> bool:
-        """Tell whether it is there."""
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        return _state(self.pid) != "Z"
+        """Tell whether the one that `start` started is there.
+
+        Where it died between two ranks, multiprocessing starts another by itself, which lacks all that ours has.
+        """
+        return self._pid is not None and _server._forkserver_pid == self._pid and _state(self._pid) not in "ZX"
 
     def stop(self) -> None:
         """Kill it and with it any rank, and forget it, so that a later `start` starts a new one."""
         if _server._forkserver_pid is not None:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, SIGKILL)
+                os.kill(_server._forkserver_pid, SIGKILL)
             _server._stop()
+        self._pid = None
 
 
 @contextmanager
@@ -123,5 +129,5 @@ def hidden_main() -> Iterator[None]:
 def _state(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return "Z"

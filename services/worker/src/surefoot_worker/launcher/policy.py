@@ -15,6 +15,19 @@ NEVER_RETRIED = frozenset({"ImportError", "SyntaxError", "UsageError", "NoUsable
 RESTART_CAUSE_PREFIX = "restart: "
 """Begins the cause of each attempt that a restart began, so that the budget can be counted from attempt records."""
 
+_RANDOM = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"0x[0-9a-fA-F]+",  # an address
+        r"\.tmp-[^\s'\"/:,)]*",  # our temporary files
+        r"\btmp[a-z0-9_]{8}\b",  # those of Python's tempfile
+        r"(?<![0-9A-Za-z])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?![0-9A-Za-z])",  # a UUID
+        r"(?<![0-9A-Za-z])(?=[a-f]*[0-9])[0-9a-f]{8,}(?![0-9A-Za-z])",  # a hash or another hexadecimal id
+        r"(?<=\bpid )\d+",
+    )
+)
+"""What differs in the message of one and the same error from process to process."""
+
 Signature = tuple[str, str, int | None]
 
 
@@ -52,25 +65,38 @@ def decide(failure: Failure, history: History, *, max_restarts: int, window_seco
     Returns:
         The verdict, with the history to pass in next time.
     """
-    recent = tuple(moment for moment in history.restarted_at if moment > now - window_seconds)
     signature = _signature(failure)
-    reason = ""
     if failure.exit_code == EXIT_USAGE or NEVER_RETRIED.intersection(failure.error_bases):
-        reason = "it would fail in the same way again"
-    elif signature is not None and signature in history.seen:
-        reason = f"the same error came twice {_at(failure.step)}"
-    elif len(recent) >= max_restarts:
+        return Verdict(restart=False, reason="it would fail in the same way again", history=history)
+    if signature is not None and signature in history.seen:
+        return Verdict(restart=False, reason=f"the same error came twice {_at(failure.step)}", history=history)
+    verdict = spend(history, max_restarts=max_restarts, window_seconds=window_seconds, now=now)
+    if not verdict.restart or signature is None:
+        return verdict
+    return verdict._replace(history=replace(verdict.history, seen=history.seen | {signature}))
+
+
+def spend(history: History, *, max_restarts: int, window_seconds: float, now: float) -> Verdict:
+    """Judge by the budget alone: for a start of the ranks that came to nothing. Arguments as of `decide`.
+
+    A restart that seems to come later than now, because the clock was set back, counts as made now: else it would
+    count until the clock has caught up.
+    """
+    made = (min(moment, now) for moment in history.restarted_at)
+    recent = tuple(moment for moment in made if moment > now - window_seconds)
+    kept = replace(history, restarted_at=recent)
+    if len(recent) >= max_restarts:
         reason = f"{len(recent)} restarts in {window_seconds:g} s used up the budget (restart.max_restarts)"
-    if reason:
-        return Verdict(restart=False, reason=reason, history=history)
-    seen = history.seen if signature is None else history.seen | {signature}
-    return Verdict(restart=True, reason="", history=replace(history, restarted_at=(*recent, now), seen=seen))
+        return Verdict(restart=False, reason=reason, history=kept)
+    return Verdict(restart=True, reason="", history=replace(kept, restarted_at=(*recent, now)))
 
 
 def _signature(failure: Failure) -> Signature | None:
     if failure.error_type is None:
         return None  # killed by a signal: says nothing about the program
-    message = re.sub(r"0x[0-9a-fA-F]+", "0x?", failure.error_message or "")
+    message = failure.error_message or ""
+    for pattern in _RANDOM:
+        message = pattern.sub("?", message)
     return (failure.error_type, message, failure.step)
 
 

@@ -21,6 +21,8 @@ from pathlib import Path
 
 from surefoot.processes import set_parent_death_signal
 from surefoot_worker.launcher.hugepages import collapse_memory
+from surefoot_worker.launcher.output import open_for_append
+from surefoot_worker.launcher.signals import let_pass
 
 REQUEST_ENVIRONMENT_KEY = "SUREFOOT_PRELOAD"
 PRELOAD_HOOK = "surefoot_preload"
@@ -71,6 +73,7 @@ def main(request: PreloadRequest) -> None:
     """Set up this process as the fork server of one launcher and answer."""
     began = time.monotonic()
     set_parent_death_signal(request.launcher_pid)
+    let_pass()  # some send it to every process of the job; ranks set the same for themselves
     os.setsid()  # Ctrl-C in the launcher's terminal is the launcher's business
     # The reader is there already, so this does not wait; without it the launcher is gone, and so is our purpose.
     answer_fd = os.open(request.fifo, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -92,7 +95,7 @@ def main(request: PreloadRequest) -> None:
 
 
 def _redirect_output(log: Path) -> None:
-    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    fd = open_for_append(log)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)

@@ -1,4 +1,4 @@
-"""The launcher's events. Losing one must never cost the job: a file system that refuses is logged, no more."""
+"""The launcher's events. Losing one must never cost the job: what a file system refuses is counted, no more."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Reports:
     """
 
     def __init__(self, job: str, sink: EventSink) -> None:
+        self.num_lost = 0
         self._job = job
         self._sink = sink
         self._attempt: int | None = None
@@ -76,4 +77,6 @@ class Reports:
         try:
             self._sink.emit(event)
         except OSError as error:
-            log.error("event %s is lost: %s", event.type, error)
+            self.num_lost += 1
+            if self.num_lost == 1:
+                log.warning("event %s is lost, and any later one while this lasts: %s", event.type, error)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
 
@@ -15,7 +17,7 @@ from surefoot.spec import JobSpec
 from surefoot_worker.launcher.entry import RankStart
 from surefoot_worker.launcher.entrypoint import Entrypoint
 from surefoot_worker.launcher.forkserver import ForkServer
-from surefoot_worker.launcher.ranks import RankProcesses
+from surefoot_worker.launcher.ranks import RankProcesses, StartFailed
 
 CAUSE_ENVIRONMENT_KEY = "SUREFOOT_CAUSE"
 FROM_SEED_ENVIRONMENT_KEY = "SUREFOOT_FROM_SEED"
@@ -44,6 +46,7 @@ class RankStarter:
 
     def __init__(self, spec: JobSpec, folder: Path, logs: Path, server: ForkServer | None, method: StartMethod) -> None:
         self.method = method
+        self.job_key = folder.name
         self._spec = spec
         self._folder = folder
         self._logs = logs
@@ -54,7 +57,9 @@ class RankStarter:
         """Return where a rank reports its exception."""
         return self._folder / f"rank-{rank:05d}.failure"
 
-    def start(self, group: WorkerGroup, *, restart: int, cause: str, from_seed: bool) -> RankProcesses:
+    def start(
+        self, group: WorkerGroup, *, restart: int, cause: str, from_seed: bool, give_up: Callable[[], bool]
+    ) -> RankProcesses:
         """Start the ranks of a worker group that a rendezvous has just formed.
 
         Args:
@@ -62,13 +67,15 @@ class RankStarter:
             restart: 0 for the first start.
             cause: Why, for attempt records and logs.
             from_seed: Tell the ranks to start over.
+            give_up: Asked while a fork server starts: is there no need for it any more?
 
         Raises:
-            OSError: no process can be made.
+            StartFailed: the fork server died meanwhile or does not start, or no process can be made.
+            TimeoutError: a rank that was started nevertheless does not end.
         """
         for worker in group.workers:
             self.failure_path(worker.global_rank).unlink(missing_ok=True)
-        self._revive_server()
+        self._revive_server(give_up)
         parent_pid = self._server.pid if self._server else os.getpid()
         starts = []
         for worker in group.workers:
@@ -78,7 +85,15 @@ class RankStarter:
             starts.append(self._rank_start(worker.global_rank, environment, cause, parent_pid))
         ranks = RankProcesses(self.method.name)
         ranks.start(starts)
+        if self._server is not None and not self._server.is_running():
+            ranks.kill()  # the later ones may have another parent than they shall die with
+            raise StartFailed("the fork server ended while ranks were started")
         return ranks
+
+    def helper_pids(self) -> set[int]:
+        """Return the launcher's own helpers, which outlive the ranks: fork server and resource tracker."""
+        tracker: Any = getattr(resource_tracker, "_resource_tracker")  # noqa: B009  the one instance; its pid is read
+        return ({self._server.pid} if self._server else set()) | ({tracker._pid} if tracker._pid else set())
 
     def _rank_start(self, rank: int, environment: dict[str, str], cause: str, parent_pid: int) -> RankStart:
         return RankStart(
@@ -103,15 +118,19 @@ class RankStarter:
         own = {JOB_KEY_ENVIRONMENT_KEY: self._folder.name, CAUSE_ENVIRONMENT_KEY: cause}
         return unset | self._spec.env | self._spec.to_environment() | own
 
-    def _revive_server(self) -> None:
+    def _revive_server(self, give_up: Callable[[], bool]) -> None:
         if self._server is None or self._server.is_running():
             return
         log.warning("the fork server is gone; starting another one")
         self._server.stop()
-        self._server.start()
-        problem = self._server.wait_ready()
+        try:
+            self._server.start()
+            problem = self._server.wait_ready(give_up)
+        except OSError as error:
+            problem = str(error)
         if problem is not None:
-            raise OSError(f"the fork server died and another one does not start: {problem}")
+            self._server.stop()
+            raise StartFailed(f"the fork server died and another one does not start: {problem}")
 
 
 def threads_per_rank(spec: JobSpec) -> int:
