@@ -24,7 +24,7 @@ from typing import Any
 from bench.report import Target, percentile, publish
 from surefoot.checkpoint.staging_folder import staging_folder_path
 from surefoot.events import AttemptStarted, RanksRestarted, StepCompleted, read_events
-from surefoot.processes import kill_job_processes
+from surefoot.processes import JOB_KEY_ENVIRONMENT_KEY, kill_job_processes
 from surefoot.progress import Phase, Progress, ProgressReader, progress_path
 from surefoot.spec import JobSpec, parse_spec
 
@@ -89,7 +89,8 @@ class Runner:
         """Start the job, kill random ranks, end it."""
         environment = os.environ | self.spec.to_environment()
         environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-        environment["SUREFOOT_JOB_KEY"] = self.staging.name
+        # To find torchrun's processes at the end; not the job's own key, by which the drain sweeps.
+        environment[JOB_KEY_ENVIRONMENT_KEY] = f"{self.staging.name}-bench"
         log = self.log_path.open("ab")
         process = subprocess.Popen(self.command, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
@@ -103,7 +104,8 @@ class Runner:
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
-            kill_job_processes(self.staging.name)
+            for key in (self.staging.name, f"{self.staging.name}-bench"):
+                kill_job_processes(key)
             log.close()
 
     def _one_kill(self, chance: random.Random, last_attempt: int) -> Recovery:

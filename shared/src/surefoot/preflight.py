@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from surefoot.checkpoint.locks import holder_pid
 from surefoot.checkpoint.staging import free_bytes, required_bytes
 from surefoot.checkpoint.staging_folder import staging_folder_path
 from surefoot.entrypoint import RECIPE_MODULE, check_entrypoint, is_recipe, require_package
@@ -44,6 +45,13 @@ def check(spec: JobSpec) -> JobSpec:
     for check_key in CHECKS:
         check_key(spec)
     return spec
+
+
+def _check_not_running(spec: JobSpec) -> None:
+    folder = staging_folder_path(spec.checkpoint.staging_dir, spec.job, spec.storage)
+    pid = holder_pid(folder / "launcher.lock")
+    if pid is not None:
+        raise UsageError("job", f"is already being run by process {pid}: wait for it, stop it, or give another name")
 
 
 def _check_recipe(spec: JobSpec) -> None:
@@ -140,6 +148,7 @@ CHECKS: tuple[Callable[[JobSpec], None], ...] = (
     _check_cache_dir,
     _check_num_buffers,
     _check_staging_dir,
+    _check_not_running,
 )
 
 

@@ -35,7 +35,7 @@ def losses(job):
     return [(line["step"], line["rank"], line["loss"]) for line in job.lines()]
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_r1_resume_after_a_kill_is_bit_equal(make_job, nproc):
     """Weights, moments, step counts, scheduler: equal to a run that never stopped, at equal world size."""
     trainer = ["--steps", "20", "--batch", "12"]
@@ -68,7 +68,7 @@ def test_r1_resume_from_storage_is_bit_equal(make_job):
     assert losses(broken) == losses(whole)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_r2_ids_of_three_kills_equal_those_of_none(make_job, whole_ids, workers):
     """3 epochs; every global step's ids, in order, equal the uninterrupted run's; each epoch is a permutation."""
     broken = make_job("broken", trainer=["--steps", "18", "--workers", str(workers), *SLOW_STEP])
@@ -108,7 +108,7 @@ def test_r5_accumulation_counts_micro_batches(make_job):
     assert job.joined_ids() == whole.joined_ids()
 
 
-@pytest.mark.parametrize("scheduler", ["warmup-cosine", "onecycle"])
+@pytest.mark.parametrize("scheduler", ["warmup-cosine", pytest.param("onecycle", marks=pytest.mark.slow)])
 def test_r6_learning_rate_is_equal_to_the_last_bit(make_job, scheduler):
     trainer = ["--steps", "40", "--scheduler", scheduler]
     whole = make_job("whole", nproc=1, trainer=trainer)

@@ -38,7 +38,7 @@ def test_a_request_is_served_once_and_old_ones_are_moot():
 def test_a_missed_save_is_made_up_for():
     s = schedule(save_every_steps=5, save_every_seconds=None)
     assert due(s, 5)
-    s.missed(save=True)
+    s.missed(5, save=False)  # storage had not caught up, so none was asked for
     assert due(s, 6)
     s.saved(1.0)
     assert not due(s, 7)
@@ -46,8 +46,10 @@ def test_a_missed_save_is_made_up_for():
 
 def test_a_missed_snapshot_owes_no_save():
     s = schedule(save_every_seconds=None)
-    s.missed(save=False)
-    assert not due(s, 1)
+    s.missed(1, save=False)
+    assert not due(s, 2)
+    s.missed(2, save=True)
+    assert due(s, 3)
 
 
 def test_stop_saves():

@@ -115,7 +115,7 @@ def test_tied_weights_are_stored_once():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = TrainingState(model, optimizer, {})
     tensors, _ = state.capture()
-    layouts = [plan_shard(tensors, state.is_replicated, rank, 2) for rank in range(2)]
+    layouts = [plan_shard(tensors, state.aliases, state.is_replicated, rank, 2) for rank in range(2)]
     assert [entry.name for layout in layouts for entry in layout.entries] == ["model.0.weight"]
     assert all(layout.aliases == {"model.1.weight": "model.0.weight"} for layout in layouts)
 
@@ -125,7 +125,7 @@ def test_buffers_are_always_rank_0s():
     model = nn.BatchNorm1d(64)
     state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), {})
     tensors, _ = state.capture()
-    stored = [plan_shard(tensors, state.is_replicated, rank, 3).by_name.keys() for rank in range(3)]
+    stored = [plan_shard(tensors, state.aliases, state.is_replicated, rank, 3).by_name.keys() for rank in range(3)]
     assert {"model.running_mean", "model.running_var", "model.num_batches_tracked"} <= stored[0]
     assert stored[1] | stored[2] <= {"model.weight", "model.bias"}
 
@@ -133,8 +133,9 @@ def test_buffers_are_always_rank_0s():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: nn.Linear(4, 3), r"bias is \[3\] in the model and \[2\] in the checkpoint"),
-        (lambda: nn.Sequential(nn.Linear(4, 2)), r"0.bias is \[2\] in the model and absent in the checkpoint"),
+        (lambda: nn.Linear(4, 3), r"bias is float32 \[3\] in the model and float32 \[2\] in the"),
+        (lambda: nn.Linear(4, 2).bfloat16(), r"bias is bfloat16 \[2\] in the model and float32 \[2\] in the"),
+        (lambda: nn.Sequential(nn.Linear(4, 2)), r"0.bias is float32 \[2\] in the model and absent in the"),
     ],
 )
 def test_another_model_is_refused_by_name(other, message):
@@ -150,3 +151,99 @@ def test_another_model_is_refused_by_name(other, message):
 def test_foreign_parameter_is_refused():
     with pytest.raises(UsageError, match="not the model's"):
         TrainingState(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), {})
+
+
+def captured(model, optimizer, others=None):
+    tensors, data = TrainingState(model, optimizer, others or {}).capture()
+    return {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(data, allow_nan=False))
+
+
+def test_another_optimizer_is_refused():
+    model = nn.Linear(4, 2)
+    saved = captured(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(UsageError, match="optimizer: is SGD, the checkpoint was made with AdamW"):
+        TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), {}).restore(*saved)
+
+
+def test_swapped_parameter_groups_are_refused():
+    """They would silently swap their learning rates."""
+    model = nn.Linear(4, 2)
+    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}]
+    saved = captured(model, torch.optim.SGD(groups))
+    with pytest.raises(UsageError, match="other parameter groups, or other parameters in them"):
+        TrainingState(model, torch.optim.SGD(groups[::-1]), {}).restore(*saved)
+
+
+@pytest.mark.parametrize(("kept", "now", "problem"), [(True, False, "not attached"), (False, True, "without it")])
+def test_an_object_more_or_less_is_refused(kept, now, problem):
+    """A dropped scheduler would silently freeze the learning rate."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = {"lr_scheduler": lr_scheduler.StepLR(optimizer, 1)}
+    saved = captured(model, optimizer, scheduler if kept else {})
+    with pytest.raises(UsageError, match=f"lr_scheduler: .*{problem}"):
+        TrainingState(model, optimizer, scheduler if now else {}).restore(*saved)
+
+
+def test_an_object_that_refuses_its_state_is_named():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved = captured(model, optimizer, {"lr_scheduler": lr_scheduler.StepLR(optimizer, 1)})
+    other = lr_scheduler.SequentialLR(optimizer, [lr_scheduler.StepLR(optimizer, 1)] * 2, [3])
+    with pytest.raises(UsageError, match="lr_scheduler: SequentialLR does not take the state in the checkpoint"):
+        TrainingState(model, optimizer, {"lr_scheduler": other}).restore(*saved)
+
+
+class Ema:
+    """Begins as the weights themselves, and becomes memory of its own later."""
+
+    def __init__(self, model):
+        self.shadow = dict(model.named_parameters())
+
+    def update(self, model):
+        parameters = dict(model.named_parameters())
+        self.shadow = {name: 0.9 * self.shadow[name].detach() + 0.1 * p.detach() for name, p in parameters.items()}
+
+    def state_dict(self):
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state_dict):
+        self.shadow = state_dict["shadow"]
+
+
+def test_equal_memory_is_no_tie():
+    """An EMA that refers to the weights at the first snapshot is not stored as an alias of them for ever."""
+    model = nn.Linear(4, 2)
+    ema = Ema(model)
+    state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), {"ema": ema})
+    first, _ = state.capture()
+    assert state.aliases == {}
+    assert "ema.shadow.weight" in first
+    ema.update(model)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    tensors, _ = state.capture()
+    assert not torch.equal(tensors["ema.shadow.weight"], tensors["model.weight"])
+
+
+def test_adam_needs_no_json_per_parameter():
+    """The JSON of a snapshot must not grow with the number of parameters: its room in staging is limited."""
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(200)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    sum(p.sum() for p in model.parameters()).backward()
+    optimizer.step()
+    tensors, data = TrainingState(model, optimizer, {}).capture()
+    assert len(tensors) == 4 * 400
+    assert len(json.dumps(data)) < 2000
+
+
+def test_a_parameter_group_added_later_is_captured():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW([model.weight], lr=0.1)
+    state = TrainingState(model, optimizer, {})
+    optimizer.add_param_group({"params": [model.bias]})
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    tensors, data = state.capture()
+    assert "optimizer.exp_avg.bias" in tensors
+    assert len(data["param_group_digests"]) == 2

@@ -126,6 +126,7 @@ def render(state: ViewState, now_monotonic: float) -> Panel:
 def facts(state: ViewState, now_monotonic: float) -> list[tuple[str, str]]:
     """Return (label, value) rows: everything that the view shows apart from its notes."""
     rate = state.throughput()
+    counts = f"{_counted(state.restarts, 'restart')}, {_counted(state.world_size, 'rank')}"
     preparing = state.prepared.stage if state.prepared else "starting"
     return [
         (
@@ -137,7 +138,7 @@ def facts(state: ViewState, now_monotonic: float) -> list[tuple[str, str]]:
         ("gradient norm", _number(state.grad_norm, ".3f")),
         ("learning rate", _number(state.learning_rate, ".3g")),
         ("last durable checkpoint", _checkpoint_text(state, now_monotonic)),
-        ("attempt", f"{state.attempt or '-'}  ({state.restarts} restarts, {state.world_size or '?'} ranks)"),
+        ("attempt", f"{state.attempt or '-'}  ({counts})"),
     ]
 
 
@@ -151,6 +152,10 @@ def plain_line(state: ViewState, now_monotonic: float) -> str:
     )
 
 
+def _counted(number: int | None, noun: str) -> str:
+    return f"{'?' if number is None else number} {noun}{'' if number == 1 else 's'}"
+
+
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
@@ -158,5 +163,5 @@ def _number(value: float | None, form: str) -> str:
 def _checkpoint_text(state: ViewState, now_monotonic: float) -> str:
     age_seconds = state.checkpoint_age_seconds(now_monotonic)
     if state.committed is None or age_seconds is None:
-        return "none yet"
+        return "none yet" if state.restored_step is None else f"step {state.restored_step}, of an earlier run"
     return f"step {state.committed.step}, {age_seconds:.0f} s ago ({state.num_committed} so far)"

@@ -59,6 +59,8 @@ class ViewState:
     world_size: int | None = None
     committed: CheckpointCommitted | None = None
     """The newest durable checkpoint."""
+    restored_step: int | None = None
+    """Of the durable checkpoint that an attempt of this run started from."""
     num_committed: int = 0
     prepared: DataPrepared | None = None
     """The last stage of data preparation that ended, until the first step."""
@@ -134,6 +136,10 @@ def _attempt_started(state: ViewState, event: AttemptStarted) -> None:
     else:
         source = SOURCE_WORDS.get(event.source.upper(), event.source)
         text = f"attempt {event.attempt} restored from {source} of step {event.from_step}"
+        if event.total_steps is not None and event.from_step >= event.total_steps:
+            text += ": nothing is left to do"
+    if event.source.upper() == "COMMITTED":
+        state.restored_step = event.from_step
     state.note(event, text, "good" if event.from_step else "plain")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,15 +31,14 @@ class MemorySink:
 
 
 class JsonlSink:
-    """Appends one JSON line per event.
+    """Appends one JSON line per event. Several processes may share a file: each line is one O_APPEND write.
 
-    Several processes may share a file: each line is one O_APPEND write.
+    The file and its folder are made with the first event, so that a full disk is that event's error and nobody else's.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = -1
 
     def emit(self, event: Event) -> None:
         """Append the event as one line.
@@ -46,11 +46,19 @@ class JsonlSink:
         Raises:
             OSError: the file system refuses it.
         """
-        os.write(self._fd, encode_event(event).encode() + b"\n")
+        if self._fd < 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        line = encode_event(event).encode() + b"\n"
+        if os.write(self._fd, line) != len(line):
+            # Half a line is skipped by readers; ending it keeps the next one whole.
+            os.write(self._fd, b"\n")
+            raise OSError(errno.ENOSPC, "only a part of the event could be written", str(self.path))
 
     def close(self) -> None:
         """Close the file. No event may follow."""
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 
 from surefoot import timeline
@@ -25,7 +27,7 @@ from surefoot.sdk.data.loader import Loader, dataset_length
 from surefoot.sdk.data.order import DataOrder
 from surefoot.sdk.host import Host
 from surefoot.sdk.replication import rehearse, replicate, unwrap
-from surefoot.sdk.restore import SEED, find_candidates, restore
+from surefoot.sdk.restore import SEED, find_candidates, restore, start_over
 from surefoot.sdk.session import Counters, Session, Trained
 from surefoot.sdk.settings import SessionSettings, resolve
 from surefoot.sdk.snapshot import Snapshots
@@ -33,6 +35,10 @@ from surefoot.sdk.state import Stateful, TrainingState
 
 HANG_LIMIT = timedelta(minutes=30)
 """Longest that ranks wait for each other in one exchange."""
+STORAGE_PATIENCE_SECONDS = 1200.0
+"""Longest that rank 0 tries to write the record of its attempt; less than the ranks wait for each other."""
+
+log_ = structlog.get_logger(__name__)
 
 
 def attach(
@@ -145,15 +151,24 @@ class _Data:
 
 def _start(settings: SessionSettings, trained: Trained, data: _Data, state: TrainingState) -> Session:
     """Meet the other ranks, load what there is, claim the attempt."""
-    plain = unwrap(trained.model)
-    device = next(plain.parameters()).device
-    host = _join(settings, device)
+    host = _join(settings, next(trained.model.parameters()).device)
+    try:
+        return _restore_and_claim(host, trained, data, state)
+    except BaseException:
+        # Locks are given back: a process that lives on (a notebook, a test) may correct its arguments and try again.
+        host.close()
+        raise
+
+
+def _restore_and_claim(host: Host, trained: Trained, data: _Data, state: TrainingState) -> Session:
     timeline.mark("host")
+    settings, plain = host.settings, unwrap(trained.model)
+    device = next(plain.parameters()).device
     # Before the claim: a batch too small for the ranks would end the attempt as soon as it began.
     data.order.rank_micro_batches(0, host.group.rank, host.group.world_size, data.micro_batch_size)
     log = AttemptLog(host.store)
     records = _read_records(host.group, log)
-    found = [] if settings.from_seed else find_candidates(host, records)
+    found = start_over(host) if settings.from_seed else find_candidates(host, records)
     model = replicate(trained.model, host.group.world_size, init_sync=not found)
     rehearse(model, host.group.world_size)
     timeline.mark("replicated")
@@ -225,7 +240,8 @@ def _claim(
     claimed = None
     if host.group.rank == 0:
         newest = records.get(max(records, default=0))
-        record = log.claim(
+        claim = partial(
+            log.claim,
             after=0 if newest is None else newest.attempt,
             starts_from=starts_from,
             lr_factor=1.0 if newest is None else newest.lr_factor,
@@ -235,8 +251,27 @@ def _claim(
             host=socket.gethostname(),
             started_at=datetime.now(UTC),
         )
-        claimed = record.model_dump(mode="json")
+        claimed = _with_patience(claim).model_dump(mode="json")
     return AttemptRecord.model_validate(host.group.broadcast_json(claimed))
+
+
+def _with_patience(claim: Callable[[], AttemptRecord]) -> AttemptRecord:
+    """Claim, and while storage refuses the record try again: giving up would only use up the restart budget.
+
+    Raises:
+        OSError: storage did not come back in `STORAGE_PATIENCE_SECONDS`.
+    """
+    deadline = time.monotonic() + STORAGE_PATIENCE_SECONDS
+    delay_seconds = 0.1
+    while True:
+        try:
+            return claim()
+        except OSError as error:
+            if time.monotonic() + delay_seconds > deadline:
+                raise
+            log_.warning("the attempt record cannot be written, trying again", error=str(error))
+            time.sleep(delay_seconds)
+            delay_seconds = min(5.0, 2 * delay_seconds)
 
 
 def _prepare_snapshots(

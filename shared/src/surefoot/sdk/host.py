@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 from surefoot.checkpoint.attempts import AttemptLog, AttemptRecord
 from surefoot.checkpoint.drain_start import start_drain
-from surefoot.checkpoint.locks import holder_pid
+from surefoot.checkpoint.locks import LockedFile, holder_pid
 from surefoot.checkpoint.staging_folder import StagingFolder
 from surefoot.checkpoint.store import LocalStore
-from surefoot.errors import Superseded
+from surefoot.errors import Superseded, UsageError
 from surefoot.events import AttemptStarted, Event, JsonlSink, TimelineMark
 from surefoot.progress import Control, ControlPage, Phase, ProgressPage, control_path, progress_path
 from surefoot.sdk.collectives import ControlGroup
@@ -25,21 +26,25 @@ class Host:
         settings: The job's settings.
         group: The ranks.
         folder: The job's staging folder, with the session lock held by this process.
+
+    Raises:
+        UsageError: another process on this machine is rank 0 of this job.
     """
 
     def __init__(self, settings: SessionSettings, group: ControlGroup, folder: StagingFolder) -> None:
         self.settings = settings
         self.group = group
         self.folder = folder
+        self._lock = _take_rank_0_lock(folder.path / "rank-0.lock") if group.rank == 0 else None
         self.store = LocalStore(job_folder(settings))
         self.page = ProgressPage.create(progress_path(folder.path, group.rank))
         self.page.write(attempt=0, step=0, start_step=-1, phase=Phase.START)
-        try:
-            self._control: ControlPage | None = ControlPage.open(control_path(folder.path))
-        except FileNotFoundError:
-            self._control = None  # plain torchrun: nobody asks for anything
+        # A page without a launcher is a left-over: under plain torchrun nobody asks for anything.
+        launched = holder_pid(folder.path / "launcher.lock") is not None
+        self._control = ControlPage.open(control_path(folder.path)) if launched else None
         self._attempt = 0
         self._drain_pid = 0
+        self._drain_guard = threading.Lock()
         self._superseded_by: AttemptRecord | None = None
         self._attempts = AttemptLog(self.store)  # of the background thread alone
         self._reporter: Reporter | None = None
@@ -113,24 +118,43 @@ class Host:
         """
         if int(os.environ.get("LOCAL_RANK", "0")) != 0 or holder_pid(self.folder.path / "drain.lock") is not None:
             return
-        if self._drain_pid:
-            if os.waitpid(self._drain_pid, os.WNOHANG) == (0, 0):
+        with self._drain_guard:
+            if _is_child_running(self._drain_pid):
                 return  # it has not come to its lock yet
-            self._drain_pid = 0
-        spec = self.settings.spec
-        self._drain_pid = start_drain(
-            staging=self.folder.path,
-            storage=spec.storage,
-            job=spec.job,
-            events=spec.events_path,
-            log=spec.job_run_dir / "logs" / "drain.log",
-        )
+            spec = self.settings.spec
+            self._drain_pid = start_drain(
+                staging=self.folder.path,
+                storage=spec.storage,
+                job=spec.job,
+                events=spec.events_path,
+                log=spec.job_run_dir / "logs" / "drain.log",
+            )
 
     def close(self) -> None:
         """Hand over the last events and let go of the session lock. Idempotent."""
         if self._reporter is not None:
             self._reporter.close()
+        if self._lock is not None:
+            self._lock.close()
         self.folder.release_session()
+
+
+def _take_rank_0_lock(path: Path) -> LockedFile:
+    """Be the only rank 0 of the job on this machine: a second start by mistake must not end the first."""
+    lock = LockedFile.open(path, create=True)
+    if not lock.try_exclusive():
+        holder = os.pread(lock.fd, 32, 0).decode("ascii", "replace").strip()
+        raise UsageError("job", f"is already being trained on this machine, by process {holder or 'unknown'}")
+    os.ftruncate(lock.fd, 0)
+    os.pwrite(lock.fd, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def _is_child_running(pid: int) -> bool:
+    try:
+        return pid != 0 and os.waitpid(pid, os.WNOHANG) == (0, 0)
+    except ChildProcessError:  # ended and taken note of already
+        return False
 
 
 def job_folder(settings: SessionSettings) -> Path:

@@ -56,8 +56,11 @@ def find_candidates(host: Host, records: Mapping[int, AttemptRecord]) -> list[Ca
     Raises:
         NoUsableCheckpoint: the job had progress and nothing is left of it.
     """
+    snapshots = host.folder.scan()
+    newest = max(records, default=0)
     mine = {
-        "staged": [list(i) for i, snapshot in host.folder.scan().items() if snapshot.complete],
+        "staged": [list(i) for i, snapshot in snapshots.items() if snapshot.complete],
+        "unknown": [list(i) for i in snapshots if i.attempt > newest],
         "committed": [list(i) for i in list_committed(host.store)],
     }
     reports = host.group.gather_json(mine)
@@ -66,15 +69,30 @@ def find_candidates(host: Host, records: Mapping[int, AttemptRecord]) -> list[Ca
         [{CheckpointId(*i) for i in report["committed"]} for report in reports],
         records,
     )
+    unknown = [i for report in reports for i in report["unknown"]]
+    if unknown:
+        raise NoUsableCheckpoint(
+            f"{host.store}: there are snapshots of attempt {max(unknown)[0]} in memory, but its record is not on "
+            f"storage (the newest is {newest}): is this the right storage, and is it mounted? To begin again at step 0 "
+            "say --from-seed"
+        )
     had_progress = any(report["committed"] for report in reports) or any(
         record.starts_from.step for record in records.values()
     )
     if not found and had_progress:
         raise NoUsableCheckpoint(
             f"{host.store}: the job had progress, but no snapshot or checkpoint on the lineage of attempt "
-            f"{max(records, default=0)} is readable on every rank; to begin again at step 0 say --from-seed"
+            f"{newest} is readable on every rank; to begin again at step 0 say --from-seed"
         )
     return found
+
+
+def start_over(host: Host) -> list[Candidate]:
+    """Forget what is staged, since attempt and step of a new beginning must not meet older ones. Collective."""
+    if host.group.rank == 0:
+        host.folder.remove_buffers_from(0, lambda _: False)
+    host.group.gather_json(None)
+    return []
 
 
 def rank_candidates(
@@ -176,16 +194,26 @@ def _open_staged(host: Host, checkpoint_id: CheckpointId) -> Iterator[tuple[dict
                 raise CheckpointError(f"the staged snapshot of rank {rank} changed while it was opened")
             shards.append(part.buffer.shard[: header.shard_bytes])
             if rank == 0:
-                scalars = json.loads(part.buffer.scalars())
+                scalars = _decode(part.buffer.scalars())
         yield _tensors_of(shards), scalars
 
 
 @contextmanager
 def _open_committed(host: Host, candidate: Candidate) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]]]:
     """Give the tensors of a committed checkpoint; every byte was checked against its checksum."""
-    manifest = read_manifest(host.store, candidate.id)
+    manifest = read_manifest(host.store, candidate.id, host.settings.spec.job)
     shards = [read_shard(host.store, manifest, rank) for rank in range(manifest.world_size)]
     yield _tensors_of(shards), read_scalars(host.store, candidate.id)
+
+
+def _decode(scalars: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(scalars)
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise CheckpointError(f"the staged scalars cannot be understood: {error}") from None
+    if not isinstance(data, dict) or not {"step", "updates", "state"} <= data.keys():
+        raise CheckpointError("the staged scalars are not complete")
+    return data
 
 
 def _tensors_of(shards: Sequence[memoryview]) -> dict[str, Tensor]:

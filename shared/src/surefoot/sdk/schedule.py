@@ -51,9 +51,14 @@ class SaveSchedule:
         requested = save_requests > self._requests_served
         return stop or by_time or requested or self._owed or self._is_save_step(step)
 
-    def missed(self, *, save: bool) -> None:
-        """Note that no buffer was free; a save that was due is made up for at the next snapshot."""
-        self._owed = self._owed or save
+    def missed(self, step: int, *, save: bool) -> None:
+        """Note that the state after `step` was not saved. One that was due by step is made up for, as soon as can be.
+
+        Args:
+            step: The step.
+            save: A save was asked for and no buffer was free.
+        """
+        self._owed = self._owed or save or self._is_save_step(step)
 
     def saved(self, now: float) -> None:
         """Note that a state was handed over for saving."""

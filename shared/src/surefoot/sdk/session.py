@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from surefoot import timeline
-from surefoot.checkpoint.attempts import AttemptRecord
+from surefoot.checkpoint.attempts import AttemptRecord, Source
 from surefoot.checkpoint.ids import CheckpointId
 from surefoot.errors import UsageError
 from surefoot.events import StepCompleted, TimelineMark
@@ -162,7 +162,9 @@ class Session:
     def __iter__(self) -> Iterator[Any]:
         if self._closed:
             raise UsageError("session", "is closed; a process trains in one loop over one session")
-        if not self._is_finished():
+        if self._is_finished():
+            self._mark_first_step()  # nothing is left to do: say at least where this attempt is
+        else:
             for micro_batch, batch in self._loader:
                 self._begin(micro_batch)
                 yield _to_device(batch, self._device)
@@ -251,7 +253,9 @@ class Session:
             step=step,
             nonfinite=not (math.isfinite(loss_sum) and math.isfinite(grad_norm)),
             can_snapshot=wants_snapshot and self._snapshots.reserve(),
-            save=wants_snapshot and wants_save,
+            # One save waiting for storage at a time: two would leave no buffers for the snapshots of every step, and a
+            # killed rank would cost all steps of the outage. What is due now is made up for when storage has caught up.
+            save=wants_snapshot and wants_save and not self._snapshots.has_unwritten_save(),
             stop=control.stop_requested,
             loss_sum=loss_sum,
             num_samples=self._num_samples,
@@ -288,21 +292,23 @@ class Session:
         return float(self._trained.optimizer.param_groups[0]["lr"]) * self._record.lr_factor
 
     def _take_snapshot(self, records: list[StepRecord]) -> None:
-        save = bool(records[0].save) or self._stopped or self._is_finished()
-        if self._stopped or self._is_finished():
+        step = self._counters.step
+        is_last = self._stopped or self._is_finished()
+        save = bool(records[0].save) or is_last
+        if is_last:
             # The last state must not be lost for want of a buffer; this is no longer the training path.
             self._snapshots.wait_for_buffer()
-        elif not self._schedule.wants_snapshot(self._counters.step):
+        elif not self._schedule.wants_snapshot(step):
             return
         elif not all(record.can_snapshot for record in records):
-            self._schedule.missed(save=save)
-            self._snapshots.release(self._counters.step, persist=save)
+            self._schedule.missed(step, save=save)
+            self._snapshots.release(step, persist=save)
             return
-        self._snapshots.take(
-            CheckpointId(self.attempt, self._counters.step), self._counters.updates, persist=save
-        )
-        if save:
+        taken = self._snapshots.take(CheckpointId(self.attempt, step), self._counters.updates, persist=save)
+        if save and taken:
             self._schedule.saved(time.monotonic())
+        else:
+            self._schedule.missed(step, save=save)
 
     def _report(
         self, records: list[StepRecord], nonfinite: tuple[int, ...], grad_norm: float, learning_rate: float
@@ -357,7 +363,9 @@ class Session:
             start_step=self._record.starts_from.step,
             phase=Phase.CLOSE,
         )
-        if self._counters.step > self._record.starts_from.step:
+        # What was restored from memory is not on storage yet, unless it was on its way there.
+        starts_from = self._record.starts_from
+        if self._counters.step > starts_from.step or starts_from.source is Source.STAGED:
             self._snapshots.close(CheckpointId(self.attempt, self._counters.step), self._counters.updates)
         self._host.close()
 

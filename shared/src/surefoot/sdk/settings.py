@@ -26,7 +26,6 @@ class SessionSettings:
         spec: The validated settings; `entrypoint` is only informative here.
         cause: Why this start happens, for the attempt record.
         from_seed: The user said to start over although the job had progress.
-        restart_budget: Whether a launcher of ours started this process.
     """
 
     spec: JobSpec
@@ -60,9 +59,14 @@ def resolve(arguments: Mapping[str, Any], environment: Mapping[str, str] = os.en
     merged["checkpoint"] = dict(checkpoint) | from_spec.get("checkpoint", {})
     return SessionSettings(
         spec=parse_spec(merged).absolute(),
-        cause=environment.get(CAUSE_ENVIRONMENT_KEY, "started by the user"),
+        cause=environment.get(CAUSE_ENVIRONMENT_KEY) or _cause_under_torchrun(environment),
         from_seed=environment.get(FROM_SEED_ENVIRONMENT_KEY) == "1",
     )
+
+
+def _cause_under_torchrun(environment: Mapping[str, str]) -> str:
+    restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return "started by the user" if restarts == "0" else f"restart {restarts} by torchrun"
 
 
 def default_job_name() -> str:

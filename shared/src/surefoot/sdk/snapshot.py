@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -19,6 +19,7 @@ from surefoot.checkpoint.ids import CheckpointId, folder_name
 from surefoot.checkpoint.layout import ShardLayout, TensorSpec, assign, plan_digest
 from surefoot.checkpoint.manifest import MANIFEST_FILE
 from surefoot.checkpoint.staging import SCALARS_CAPACITY_BYTES, StagingBuffer, choose_buffer
+from surefoot.checkpoint.staging_header import BufferState
 from surefoot.errors import CheckpointError, UsageError
 from surefoot.events import CheckpointStaged, SnapshotSkipped
 from surefoot.sdk.host import Host
@@ -28,17 +29,20 @@ _POLL_SECONDS = 0.005
 DURABLE_TIMEOUT_SECONDS = 600.0
 
 
+Signature = list[tuple[str, torch.dtype, torch.Size]]
+
+
 @dataclass
 class _Plan:
     """Which tensors this rank stages, and where they lie in its shard.
 
     Attributes:
-        names: Of all tensors of all ranks; another set of names needs another plan.
+        signature: Name, dtype and shape of every tensor of all ranks; another one needs another plan.
         layout: Of this rank's shard.
         targets: For each buffer, views of its memory in the order of `layout.entries`.
     """
 
-    names: frozenset[str]
+    signature: Signature
     layout: ShardLayout
     targets: dict[StagingBuffer, list[Tensor]] = field(default_factory=dict)
 
@@ -91,6 +95,9 @@ class Snapshots:
         if not self._buffers:
             # Before the first snapshot of a new job the optimizer has no state yet, so its size is not known.
             return True
+        return self._reserve_one()
+
+    def _reserve_one(self) -> bool:
         keep = set() if self._last is None else {self._last}
         self._reserved = choose_buffer(self._buffers, keep, self._is_on_lineage)
         return self._reserved is not None
@@ -107,7 +114,7 @@ class Snapshots:
                 rank=self._host.group.rank,
                 step=step,
                 persist=persist,
-                reason="no free staging buffer on every rank: an earlier save is still being written",
+                reason="no staging buffer is free on every rank: they are being read or wait for storage",
                 skipped_total=self._num_skipped,
             )
         )
@@ -121,31 +128,36 @@ class Snapshots:
         self._wait(lambda: self._reserved is not None or self.reserve(), "a free staging buffer")
 
     @torch.no_grad()
-    def take(self, checkpoint_id: CheckpointId, updates: int, *, persist: bool) -> None:
-        """Copy the state into the reserved buffer.
+    def take(self, checkpoint_id: CheckpointId, updates: int, *, persist: bool) -> bool:
+        """Copy the state into the reserved buffer. Collective when the set of tensors has changed.
 
         Args:
             checkpoint_id: What the state is.
             updates: Optimizer updates taken so far.
             persist: Make it durable as well.
 
+        Returns:
+            False: there is no snapshot, since new tensors needed a new layout and some rank had no buffer free for it.
+
         Raises:
-            StagingTooSmall: at the first snapshot, when the buffers do not fit.
+            StagingTooSmall: the buffers do not fit.
         """
         started = time.monotonic()
         tensors, scalars = self._state.capture()
-        plan = self._plan_for(tensors)
-        buffer, self._reserved = self._reserved, None
-        if buffer is None:
-            buffer = self._buffers[0]
-        if not buffer.begin_fill(
+        if not self._make_plan(tensors):
+            self.release(checkpoint_id.step, persist=persist)
+            return False
+        plan, buffer, self._reserved = self._plan, self._reserved, None
+        assert plan is not None
+        assert buffer is not None, "reserve() came first"
+        filling = buffer.begin_fill(
             checkpoint_id,
             world_size=self._host.group.world_size,
             rank=self._host.group.rank,
             persist=persist,
             plan_digest=plan.layout.plan_digest,
-        ):
-            raise CheckpointError(f"{buffer.path}: locked by another process before its first use")
+        )
+        assert filling, "the reservation is the lock"
         for target, entry in zip(plan.target_views(buffer), plan.layout.entries, strict=True):
             target.copy_(tensors[entry.name])
         if self._host.group.rank == 0:
@@ -153,15 +165,33 @@ class Snapshots:
             document["saved_at"] = datetime.now(UTC).isoformat()
             buffer.write_scalars(self._encode(document))
         buffer.commit(plan.layout.shard_bytes)
-        self._num_taken += 1
-        # All ranks have the first one complete by now: nobody goes back to what a larger world left behind.
-        if self._num_taken == 2 and self._host.group.rank == 0:
-            self._host.folder.remove_buffers_from(self._host.group.world_size, self._is_on_lineage)
-        self._last = checkpoint_id
+        self._taken(checkpoint_id)
         if persist:
             self._last_durable = checkpoint_id
             self._host.folder.wake()
             self._report_staged(checkpoint_id, plan.layout.shard_bytes, time.monotonic() - started)
+        return True
+
+    def _taken(self, checkpoint_id: CheckpointId) -> None:
+        self._num_taken += 1
+        self._last = checkpoint_id
+        # All ranks have the first one complete by now: nobody goes back to what a larger world left behind.
+        if self._num_taken == 2 and self._host.group.rank == 0:
+            self._host.folder.remove_buffers_from(self._host.group.world_size, self._is_on_lineage)
+
+    def has_unwritten_save(self) -> bool:
+        """Return whether an earlier save still waits for storage. Memory reads only."""
+        for buffer in self._buffers:
+            header = buffer.header()
+            if (
+                header is not None
+                and header.state is BufferState.READY
+                and header.persist
+                and buffer.drained_sequence() != header.sequence
+                and self._is_on_lineage(header.checkpoint_id)
+            ):
+                return True
+        return False
 
     def finish_copy(self) -> None:
         """Wait for a copy that still runs beside training, before anything it reads is changed.
@@ -175,7 +205,7 @@ class Snapshots:
         Raises:
             CheckpointError: it did not become durable in time. It stays in staging memory.
         """
-        if self._last_durable != checkpoint_id:
+        while self._last_durable != checkpoint_id:
             self.wait_for_buffer()
             self.take(checkpoint_id, updates, persist=True)
         self._wait(lambda: self._is_drained(checkpoint_id), f"step {checkpoint_id.step} to become durable")
@@ -213,20 +243,27 @@ class Snapshots:
     def prepare(self) -> None:
         """Lay out and allocate now when everything is known: after a restore, so that the first step is not slower."""
         tensors, _ = self._state.capture()
-        self._plan_for(tensors)
+        self._lay_out(tensors, _signature(tensors))
 
-    def _plan_for(self, tensors: dict[str, Tensor]) -> _Plan:
-        if self._plan is not None and self._plan.names == tensors.keys():
-            return self._plan
-        layout = plan_shard(tensors, self._state.is_replicated, self._host.group.rank, self._host.group.world_size)
-        self._plan = _Plan(frozenset(tensors), layout)
+    def _make_plan(self, tensors: dict[str, Tensor]) -> bool:
+        """Have a plan and a reserved buffer for these tensors; False: some rank has no buffer free for a new plan."""
+        signature = _signature(tensors)
+        if self._plan is not None and self._plan.signature == signature:
+            return True
         if self._reserved is not None:
             self._reserved.release()
-            self._reserved = None
+        self._lay_out(tensors, signature)
+        self._reserve_one()
+        # All ranks lay out anew at the same step; if one cannot take part, nobody may overwrite anything.
+        return all(self._host.group.gather_json(self._reserved is not None))
+
+    def _lay_out(self, tensors: dict[str, Tensor], signature: Signature) -> None:
+        group = self._host.group
+        layout = plan_shard(tensors, self._state.aliases, self._state.is_replicated, group.rank, group.world_size)
+        self._plan = _Plan(signature, layout)
         self._buffers = self._host.folder.create_buffers(
-            self._host.group.rank, self._host.settings.checkpoint.num_buffers, layout.shard_bytes
+            group.rank, self._host.settings.checkpoint.num_buffers, layout.shard_bytes
         )
-        return self._plan
 
     @staticmethod
     def _encode(document: object) -> bytes:
@@ -252,29 +289,29 @@ class Snapshots:
         )
 
 
+def _signature(tensors: Mapping[str, Tensor]) -> Signature:
+    return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+
+
 def plan_shard(
-    tensors: dict[str, Tensor], is_replicated: Callable[[str], bool], rank: int, world_size: int
+    tensors: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    is_replicated: Callable[[str], bool],
+    rank: int,
+    world_size: int,
 ) -> ShardLayout:
     """Return what one rank stages. The same plan on every rank, without talking.
 
-    What every rank holds alike is shared out among the ranks; the rest is rank 0's. Tied tensors (same memory, shape
-    and strides) are stored once; the other names become aliases.
+    What every rank holds alike is shared out among the ranks; the rest is rank 0's.
 
     Raises:
         UsageError: a dtype that safetensors does not know.
     """
-    stored: dict[tuple[object, ...], str] = {}
-    aliases: dict[str, str] = {}
     shared_out: list[TensorSpec] = []
     of_rank_0: list[TensorSpec] = []
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise UsageError(name, f"has dtype {tensor.dtype}, which a checkpoint cannot hold")
-        key = (tensor.data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and key in stored:
-            aliases[name] = stored[key]
-            continue
-        stored[key] = name
         specs = shared_out if is_replicated(name) else of_rank_0
         specs.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
     shares = assign(shared_out, world_size)

@@ -1,12 +1,14 @@
 """What a checkpoint holds, as tensors by name and one JSON document, and how to put it back.
 
-Tensors are `model.<name>`, `optimizer.<parameter name>.<key>` and `<object>.<path>` for the scheduler, the
-gradient scaler and the user's own objects. Everything else is JSON with a few tagged values, because JSON knows
+Tensors are `model.<name>`, `optimizer.<key>.<parameter name>` and `<object>.<path>` for the scheduler, the gradient
+scaler and the user's own objects. Everything else is JSON with a few tagged values, because JSON knows
 neither tuples, non-string keys nor NaN. Nothing is ever pickled.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -118,14 +120,26 @@ class TrainingState:
         self._model = model
         self._optimizer = optimizer
         self._others = others
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._parameter_names = {f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.aliases = _tied_names(model)
+        """Name of each tied tensor -> name under which it is stored. Ties of the module itself: equal memory elsewhere
+        may be a coincidence that does not last."""
+        self._parameter_names = {f"model.{name}" for name, _ in model.named_parameters()}
         self._parameters: list[tuple[str, Tensor, dict[str, Any]]] = []
-        for index, group in enumerate(optimizer.param_groups):
+        self._group_digests: list[str] = []
+        self._index_parameters()
+
+    def _index_parameters(self) -> None:
+        """Find the names of the optimizer's parameters; again when a group or a parameter was added."""
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        self._parameters.clear()
+        self._group_digests.clear()
+        for index, group in enumerate(self._optimizer.param_groups):
             for parameter in group["params"]:
                 if id(parameter) not in names:
                     raise UsageError("optimizer", f"parameter group {index} has a tensor that is not the model's")
                 self._parameters.append((names[id(parameter)], parameter, group))
+            in_group = json.dumps([names[id(parameter)] for parameter in group["params"]])
+            self._group_digests.append(hashlib.blake2b(in_group.encode(), digest_size=8).hexdigest())
 
     def is_replicated(self, name: str) -> bool:
         """Return whether a captured tensor is the same on every rank of a DDP job.
@@ -136,85 +150,157 @@ class TrainingState:
         return name.startswith("optimizer.") or name in self._parameter_names
 
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the live tensors by name and the rest as JSON-safe data. Copies nothing."""
+        """Return the live tensors by name, tied ones once, and the rest as JSON-safe data. Copies nothing.
+
+        Tensors are named model.<name>, optimizer.<key>.<parameter> and <object>.<path>.
+        """
+        if sum(len(group["params"]) for group in self._optimizer.param_groups) != len(self._parameters):
+            self._index_parameters()
         tensors: dict[str, Tensor] = {}
-        model = flatten("model", dict(self._model.state_dict(keep_vars=True)), tensors)
+        extra: dict[str, Any] = {}
+        for name, value in self._model.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                extra[name] = flatten(f"model_extra.{name}", value, tensors)
+            elif f"model.{name}" not in self.aliases:
+                tensors[f"model.{name}"] = value.detach()
         scalars: dict[str, Any] = {
-            # The tensors' names are known from the tensors; what is left is modules' extra state.
-            "model": {name: item for name, item in model.items() if item != {"$tensor": f"model.{name}"}},
-            "optimizer": {
-                name: flatten(f"optimizer.{name}", dict(self._optimizer.state[parameter]), tensors)
-                for name, parameter, _ in self._parameters
-                if parameter in self._optimizer.state
-            },
+            "model": extra,
+            "optimizer": self._capture_optimizer(tensors),
+            "optimizer_class": type(self._optimizer).__name__,
             "param_groups": [
                 flatten(f"param_groups.{index}", _without_parameters(group), tensors)
                 for index, group in enumerate(self._optimizer.param_groups)
             ],
+            "param_group_digests": self._group_digests,
         }
         for name, item in self._others.items():
             scalars[name] = flatten(name, item.state_dict(), tensors)
         return tensors, scalars
+
+    def _capture_optimizer(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Add the optimizer's tensors, and return what of its state is not simply a tensor, by parameter."""
+        rest: dict[str, Any] = {}
+        for name, parameter, _ in self._parameters:
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{key}.{name}"] = value.detach()
+                else:
+                    rest.setdefault(name, {})[key] = flatten(f"optimizer_extra.{key}.{name}", value, tensors)
+        return rest
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Put a captured state back, in place; values are copied, never aliased.
 
         Args:
-            tensors: Every stored tensor by name, CPU, possibly a view of a file.
+            tensors: Every stored tensor by name, tied names included, CPU, possibly a view of a file.
             scalars: What `capture` returned beside them.
 
         Raises:
-            UsageError: the checkpoint is not of this model, optimizer or set of objects; names what differs.
+            UsageError: the checkpoint is not of this model, optimizer or set of objects; names what differs. Nothing
+                was changed, unless it was an object of the user's that refused its state.
         """
-        self._check_fits(tensors, scalars)
-        for name, item in self._others.items():
-            if isinstance(item, Constant):
-                item.load_state_dict(unflatten(scalars[name], tensors))
-        model = {
-            name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")
-        }
+        check_fits(self._expected_model(), self._others, self._expected_scalars(), tensors, scalars)
+        model = {name.removeprefix("model."): v for name, v in tensors.items() if name.startswith("model.")}
         self._model.load_state_dict(model | _cloned(unflatten(scalars["model"], tensors)))
         self._restore_optimizer(tensors, scalars)
         for name, item in self._others.items():
             if not isinstance(item, Constant):
-                item.load_state_dict(_cloned(unflatten(scalars[name], tensors)))
+                _load_into(name, item, _cloned(unflatten(scalars[name], tensors)))
 
     def _restore_optimizer(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        saved: dict[str, dict[str, Any]] = {}
+        for name, value in tensors.items():
+            if name.startswith("optimizer."):
+                _, key, parameter_name = name.split(".", 2)
+                saved.setdefault(parameter_name, {})[key] = value
+        for name, values in scalars["optimizer"].items():
+            saved.setdefault(name, {}).update(unflatten(values, tensors))
         for name, parameter, group in self._parameters:
-            saved = scalars["optimizer"].get(name)
-            if saved is None:
-                self._optimizer.state.pop(parameter, None)
-                continue
-            state = self._optimizer.state[parameter]
-            for key, value in unflatten(saved, tensors).items():
+            self._optimizer.state.pop(parameter, None)
+            for key, value in saved.get(name, {}).items():
                 on_cpu = key == "step" and not (group.get("fused") or group.get("capturable"))
-                state[key] = _optimizer_value(value, parameter, torch.device("cpu") if on_cpu else parameter.device)
-        for group, saved in zip(self._optimizer.param_groups, scalars["param_groups"], strict=True):
-            group.update(_cloned(unflatten(saved, tensors)))
+                device = torch.device("cpu") if on_cpu else parameter.device
+                self._optimizer.state[parameter][key] = _optimizer_value(value, parameter, device)
+        for group, saved_group in zip(self._optimizer.param_groups, scalars["param_groups"], strict=True):
+            group.update(_cloned(unflatten(saved_group, tensors)))
 
-    def _check_fits(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        wanted = {
-            f"model.{name}": value.shape
-            for name, value in self._model.state_dict(keep_vars=True).items()
-            if isinstance(value, Tensor)
-        }
-        stored = {name: value.shape for name, value in tensors.items() if name.startswith("model.")}
-        for name in sorted(wanted.keys() | stored.keys()):
-            if wanted.get(name) != stored.get(name):
-                raise UsageError(
-                    "model",
-                    f"does not match the checkpoint: {name.removeprefix('model.')} is {_shape(wanted.get(name))} "
-                    f"in the model and {_shape(stored.get(name))} in the checkpoint",
-                )
-        groups, saved_groups = len(self._optimizer.param_groups), len(scalars["param_groups"])
-        if groups != saved_groups:
+    def _expected_model(self) -> dict[str, Tensor]:
+        state = self._model.state_dict(keep_vars=True)
+        return {f"model.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
+
+    def _expected_scalars(self) -> dict[str, Any]:
+        return {"optimizer_class": type(self._optimizer).__name__, "param_group_digests": self._group_digests}
+
+
+_OWN_SCALARS = {"model", "optimizer", "optimizer_class", "param_groups", "param_group_digests"}
+
+
+def check_fits(
+    model: Mapping[str, Tensor],
+    others: Mapping[str, Stateful],
+    expected: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    scalars: Mapping[str, Any],
+) -> None:
+    """Compare a checkpoint with what it is to be loaded into, before anything is changed.
+
+    Args:
+        model: The model's tensors by stored name.
+        others: The attached objects.
+        expected: The optimizer's class and the digests of its groups' parameter names.
+        tensors: Of the checkpoint.
+        scalars: Of the checkpoint.
+
+    Raises:
+        UsageError: names the first difference.
+    """
+    stored = {name: value for name, value in tensors.items() if name.startswith("model.")}
+    for name in sorted(model.keys() | stored.keys()):
+        ours, theirs = _described(model.get(name)), _described(stored.get(name))
+        if ours != theirs:
             raise UsageError(
-                "optimizer", f"has {groups} parameter groups, the checkpoint was made with {saved_groups}"
+                "model",
+                f"does not match the checkpoint: {name.removeprefix('model.')} is {ours} in the model and {theirs} "
+                "in the checkpoint",
             )
-        missing = [name for name in self._others if name not in scalars]
-        if missing:
-            raise UsageError(missing[0], "is attached to the session but the checkpoint was made without it")
+    ours, theirs = expected["optimizer_class"], scalars["optimizer_class"]
+    if ours != theirs:
+        raise UsageError("optimizer", f"is {ours}, the checkpoint was made with {theirs}")
+    if expected["param_group_digests"] != scalars["param_group_digests"]:
+        raise UsageError("optimizer", "has other parameter groups, or other parameters in them, than the checkpoint")
+    missing = [f"{name}: is attached, but the checkpoint was made without it" for name in others if name not in scalars]
+    surplus = scalars.keys() - _OWN_SCALARS - others.keys()
+    missing += [f"{name}: is in the checkpoint, but not attached" for name in sorted(surplus)]
+    if missing:
+        name, _, problem = missing[0].partition(": ")
+        raise UsageError(name, problem)
+    for name, item in others.items():
+        if isinstance(item, Constant):
+            item.load_state_dict(scalars[name])
+
+
+def _tied_names(model: torch.nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    everything = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, value in everything:
+        stored = first.setdefault(id(value), name)
+        if stored != name:
+            tied[f"model.{name}"] = f"model.{stored}"
+    return tied
+
+
+def _load_into(name: str, item: Stateful, state: dict[str, Any]) -> None:
+    try:
+        item.load_state_dict(state)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        problem = f"{type(item).__name__} does not take the state in the checkpoint: {type(error).__name__}: {error}"
+        raise UsageError(name, problem) from error
+
+
+def _described(tensor: Tensor | None) -> str:
+    return "absent" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _optimizer_value(value: Any, parameter: Tensor, device: torch.device) -> Any:
@@ -242,7 +328,3 @@ def _cloned(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_cloned(item) for item in value)
     return value
-
-
-def _shape(shape: torch.Size | None) -> str:
-    return "absent" if shape is None else str(list(shape))
