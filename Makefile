@@ -14,7 +14,7 @@ BENCH_ARGS ?=
 BIN := $(VENV)/bin
 PACKAGES := shared services/worker
 STAMP := $(VENV)/.surefoot-setup
-DEV_TOOLS := hypothesis import-linter mypy pre-commit pytest pytest-timeout ruff safetensors types-PyYAML
+DEV_TOOLS := hypothesis import-linter mypy pre-commit psutil pytest pytest-timeout ruff safetensors types-PyYAML
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # No numeric library may take both cores in every process, and nothing is ever fetched from a hub.
 export HF_HUB_OFFLINE := 1

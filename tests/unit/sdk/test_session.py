@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -135,6 +136,15 @@ def test_bad_arguments_name_the_key_and_write_nothing(attach, options, key):
 def run(session):
     for batch in session:
         session.step(session.model(batch).pow(2).mean())
+
+
+def test_a_second_trainer_of_a_job_is_refused_and_the_first_goes_on(attach):
+    """Started twice by mistake: the second must not take the job away from the first."""
+    first = attach()
+    with pytest.raises(UsageError, match=f"job: is already being trained on this machine, by process {os.getpid()}"):
+        attach()
+    run(first)
+    assert first.global_step == 4
 
 
 @pytest.mark.parametrize(

@@ -36,23 +36,28 @@ def run(
         spec = preflight.check(load_spec(file))
         mode = ViewMode.QUIET if quiet else ViewMode.PLAIN if plain else ViewMode.LIVE
         outcome = EventTail(spec.events_path)
-        with showing(spec, Console(), mode):
+        console = Console()
+        if mode is not ViewMode.QUIET:
+            # Absolute: relative paths of a spec depend on the folder the command is run in.
+            folders = f"checkpoints in {spec.storage.absolute() / spec.job}, logs in {spec.job_run_dir.absolute()}"
+            console.print(f"job {spec.job}: {folders}", highlight=False, markup=False, soft_wrap=True)
+        with showing(spec, console, mode):
             from surefoot_worker.launcher.main import launch  # torch: seconds that bad input must not wait for
 
             code = launch(spec, from_seed=from_seed, inbox=inbox)
     if code not in (EXIT_OK, EXIT_PREEMPTED):
-        _explain(outcome, spec.job_run_dir / "logs")
+        _explain(outcome, spec.job_run_dir / "logs", with_traceback=mode is ViewMode.QUIET)
     raise typer.Exit(code)
 
 
-def _explain(outcome: EventTail, logs: Path) -> None:
-    """Say on stderr how the job ended: its reason, and the last rank failure with its traceback."""
+def _explain(outcome: EventTail, logs: Path, *, with_traceback: bool) -> None:
+    """Say on stderr how the job ended: its reason, after the traceback where the view has not shown that."""
     events = outcome.poll()
-    failures = [event for event in events if isinstance(event, RankFailed)]
+    failures = [event for event in events if isinstance(event, RankFailed)] if with_traceback else []
     for failure in failures[-1:]:
         _say(failure.traceback or f"rank {failure.rank} {describe_exit(failure)}")
     for finished in (event for event in events if isinstance(event, JobFinished)):
-        reason = finished.reason.partition("\n")[0]  # the traceback stands above
+        reason = finished.reason.partition("\n")[0]  # the traceback stands above, or in the logs
         _say(f"surefoot: {finished.state}: {reason}; logs are in {logs}")
 
 

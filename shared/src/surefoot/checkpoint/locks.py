@@ -65,6 +65,18 @@ class LockedFile:
             self._exclusive = _try_lock(self.fd, fcntl.LOCK_EX)
             return self._exclusive
 
+    def try_own(self) -> str | None:
+        """Take the lock for this process alone and leave its pid in the file for whoever comes second.
+
+        Returns:
+            None when this process has it now; else the pid of who has it, as text.
+        """
+        if not self.try_exclusive():
+            return os.pread(self.fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
+        return None
+
     def try_shared(self) -> bool:
         """Take the lock together with other readers; False at once when somebody has it exclusively."""
         with self._guard:

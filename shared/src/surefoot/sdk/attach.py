@@ -221,7 +221,11 @@ def _join(settings: SessionSettings, device: torch.device) -> Host:
     spec = settings.spec
     folder = StagingFolder.create(settings.checkpoint.staging_dir, spec.job, spec.storage)
     folder.hold_session()
-    host = Host(settings, ControlGroup.join(device, HANG_LIMIT), folder)
+    try:
+        host = Host(settings, ControlGroup.join(device, HANG_LIMIT), folder)
+    except BaseException:
+        folder.release_session()
+        raise
     host.ensure_drain()
     return host
 

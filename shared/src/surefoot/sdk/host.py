@@ -142,11 +142,9 @@ class Host:
 def _take_rank_0_lock(path: Path) -> LockedFile:
     """Be the only rank 0 of the job on this machine: a second start by mistake must not end the first."""
     lock = LockedFile.open(path, create=True)
-    if not lock.try_exclusive():
-        holder = os.pread(lock.fd, 32, 0).decode("ascii", "replace").strip()
-        raise UsageError("job", f"is already being trained on this machine, by process {holder or 'unknown'}")
-    os.ftruncate(lock.fd, 0)
-    os.pwrite(lock.fd, f"{os.getpid()}\n".encode(), 0)
+    owner = lock.try_own()
+    if owner is not None:
+        raise UsageError("job", f"is already being trained on this machine, by process {owner}")
     return lock
 
 

@@ -29,11 +29,9 @@ def owned_job(spec: JobSpec) -> Iterator[StagingFolder]:
     folder.hold_session()
     lock = LockedFile.open(folder.path / "launcher.lock", create=True)
     try:
-        if not lock.try_exclusive():
-            holder = os.pread(lock.fd, 32, 0).decode("ascii", "replace").strip()
-            raise UsageError("job", f"is already being run by process {holder or 'unknown'} (holds {lock.path})")
-        os.ftruncate(lock.fd, 0)
-        os.pwrite(lock.fd, f"{os.getpid()}\n".encode(), 0)
+        owner = lock.try_own()
+        if owner is not None:
+            raise UsageError("job", f"is already being run by process {owner} (holds {lock.path})")
         yield folder
     finally:
         lock.close()
