@@ -71,6 +71,7 @@ def test_logs_that_cannot_be_opened_end_no_job(make_job: MakeJob) -> None:
     assert "first step of start 0" in output(job, 1)
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_dies_while_forking_costs_restarts(make_job: MakeJob, tmp_path: Path) -> None:
     job = fragile_job(make_job, tmp_path / "s", 2)
     run = job.run()

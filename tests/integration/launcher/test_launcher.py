@@ -55,6 +55,7 @@ def test_p2_same_exception_at_the_same_step_costs_at_most_two_restarts(make_job:
     assert {(event.rank, event.step, event.error_type) for event in job.events(RankFailed)} == {(0, 2, "ValueError")}
 
 
+@pytest.mark.slow
 def test_p3_a_thread_that_does_not_end_cannot_keep_a_failed_rank(make_job: MakeJob) -> None:
     job = make_job(entrypoint=f"{RING} 100 rank=1 step=2 what=hangingthread", spec={"restart": {"max_restarts": 0}})
     job.run(expect=1)
@@ -118,9 +119,9 @@ def test_a_module_runs_as_main(make_job: MakeJob, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        ("import os\nos.environ['RANK']\n", "KeyError: 'RANK'"),
+        pytest.param("import os\nos.environ['RANK']\n", "KeyError: 'RANK'", marks=pytest.mark.slow),
         ("import threading as t\nt.Thread(target=t.Event().wait, daemon=True).start()\n", "start threads"),
-        ("import os\nos._exit(3)\n", "did not say that it is ready"),
+        pytest.param("import os\nos._exit(3)\n", "did not say that it is ready", marks=pytest.mark.slow),
     ],
     ids=["raises", "thread", "dies"],
 )

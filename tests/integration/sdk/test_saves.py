@@ -43,7 +43,9 @@ def drain_of(job):
     return holder_pid(job.staging / "drain.lock")
 
 
-@pytest.mark.parametrize("damage", ["delete", "halve", pytest.param("empty", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "damage", ["halve", *(pytest.param(damage, marks=pytest.mark.slow) for damage in ("delete", "empty"))]
+)
 def test_c1_a_damaged_checkpoint_is_left_for_the_one_before(make_job, damage):
     """The newest checkpoint loses a shard's bytes: the one before is used, the bad one quarantined, with the reason."""
     job = make_job(trainer=["--steps", "10"], checkpoint={"save_every_steps": 5})
