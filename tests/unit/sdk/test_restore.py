@@ -6,9 +6,10 @@ import pytest
 
 from surefoot.checkpoint.attempts import AttemptRecord, Source, StartsFrom
 from surefoot.checkpoint.ids import CheckpointId
-from surefoot.errors import RanksOutOfStep
+from surefoot.errors import CheckpointError, RanksOutOfStep
+from surefoot.sdk.attach import claim_with_patience
 from surefoot.sdk.collectives import StepRecord, check_in_step
-from surefoot.sdk.restore import Candidate, rank_candidates
+from surefoot.sdk.restore import Candidate, decode_scalars, rank_candidates
 
 
 def record(attempt, from_attempt, from_step):
@@ -53,3 +54,22 @@ def test_ranks_out_of_step_names_the_odd_one():
     rows = [StepRecord(3, step, 0, 1, 0, 0, 1.0, 2, 0.1) for step in (10, 10, 11)]
     with pytest.raises(RanksOutOfStep, match=r"rank 2 is at attempt 3 step 11; the others are at attempt 3 step 10"):
         check_in_step(rows)
+
+
+@pytest.mark.parametrize("data", [b"\xff{}", b"not json", b"[]", b'{"step": 1}'])
+def test_damaged_staged_scalars_are_a_reason_to_try_the_next_candidate(data):
+    with pytest.raises(CheckpointError, match="the staged scalars"):
+        decode_scalars(data)
+
+
+def test_a_record_that_storage_refuses_is_tried_again():
+    answers = [OSError(30, "Read-only file system"), OSError(28, "No space left on device"), record(1, 0, 0)]
+
+    def claim():
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    assert claim_with_patience(claim).attempt == 1
+    assert answers == []

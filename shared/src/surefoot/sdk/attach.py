@@ -38,7 +38,7 @@ HANG_LIMIT = timedelta(minutes=30)
 STORAGE_PATIENCE_SECONDS = 1200.0
 """Longest that rank 0 tries to write the record of its attempt; less than the ranks wait for each other."""
 
-log_ = structlog.get_logger(__name__)
+log = structlog.get_logger(__name__)
 
 
 def attach(
@@ -166,15 +166,15 @@ def _restore_and_claim(host: Host, trained: Trained, data: _Data, state: Trainin
     device = next(plain.parameters()).device
     # Before the claim: a batch too small for the ranks would end the attempt as soon as it began.
     data.order.rank_micro_batches(0, host.group.rank, host.group.world_size, data.micro_batch_size)
-    log = AttemptLog(host.store)
-    records = _read_records(host.group, log)
+    attempts = AttemptLog(host.store)
+    records = _read_records(host.group, attempts)
     found = start_over(host) if settings.from_seed else find_candidates(host, records)
     model = replicate(trained.model, host.group.world_size, init_sync=not found)
     rehearse(model, host.group.world_size)
     timeline.mark("replicated")
     restored = restore(host, state, found) if found else SEED
     timeline.mark("loaded")
-    record = _claim(host, log, records, restored.starts_from)
+    record = _claim(host, attempts, records, restored.starts_from)
     host.begin_attempt(record)
     timeline.mark("claimed")
     return Session(
@@ -230,22 +230,22 @@ def _join(settings: SessionSettings, device: torch.device) -> Host:
     return host
 
 
-def _read_records(group: ControlGroup, log: AttemptLog) -> dict[int, AttemptRecord]:
+def _read_records(group: ControlGroup, attempts: AttemptLog) -> dict[int, AttemptRecord]:
     """Return the attempt records as rank 0 sees them, on every rank."""
-    mine = [record.model_dump(mode="json") for record in log.read_all().values()] if group.rank == 0 else None
+    mine = [record.model_dump(mode="json") for record in attempts.read_all().values()] if group.rank == 0 else None
     shared = [AttemptRecord.model_validate(data) for data in group.broadcast_json(mine)]
     return {record.attempt: record for record in shared}
 
 
 def _claim(
-    host: Host, log: AttemptLog, records: Mapping[int, AttemptRecord], starts_from: StartsFrom
+    host: Host, attempts: AttemptLog, records: Mapping[int, AttemptRecord], starts_from: StartsFrom
 ) -> AttemptRecord:
     """Claim the next attempt on rank 0 and tell the others. LR factor and skip windows go on from the newest record."""
     claimed = None
     if host.group.rank == 0:
         newest = records.get(max(records, default=0))
         claim = partial(
-            log.claim,
+            attempts.claim,
             after=0 if newest is None else newest.attempt,
             starts_from=starts_from,
             lr_factor=1.0 if newest is None else newest.lr_factor,
@@ -255,11 +255,11 @@ def _claim(
             host=socket.gethostname(),
             started_at=datetime.now(UTC),
         )
-        claimed = _with_patience(claim).model_dump(mode="json")
+        claimed = claim_with_patience(claim).model_dump(mode="json")
     return AttemptRecord.model_validate(host.group.broadcast_json(claimed))
 
 
-def _with_patience(claim: Callable[[], AttemptRecord]) -> AttemptRecord:
+def claim_with_patience(claim: Callable[[], AttemptRecord]) -> AttemptRecord:
     """Claim, and while storage refuses the record try again: giving up would only use up the restart budget.
 
     Raises:
@@ -273,7 +273,7 @@ def _with_patience(claim: Callable[[], AttemptRecord]) -> AttemptRecord:
         except OSError as error:
             if time.monotonic() + delay_seconds > deadline:
                 raise
-            log_.warning("the attempt record cannot be written, trying again", error=str(error))
+            log.warning("the attempt record cannot be written, trying again", error=str(error))
             time.sleep(delay_seconds)
             delay_seconds = min(5.0, 2 * delay_seconds)
 

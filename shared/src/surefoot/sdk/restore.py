@@ -194,7 +194,7 @@ def _open_staged(host: Host, checkpoint_id: CheckpointId) -> Iterator[tuple[dict
                 raise CheckpointError(f"the staged snapshot of rank {rank} changed while it was opened")
             shards.append(part.buffer.shard[: header.shard_bytes])
             if rank == 0:
-                scalars = _decode(part.buffer.scalars())
+                scalars = decode_scalars(part.buffer.scalars())
         yield _tensors_of(shards), scalars
 
 
@@ -206,7 +206,12 @@ def _open_committed(host: Host, candidate: Candidate) -> Iterator[tuple[dict[str
     yield _tensors_of(shards), read_scalars(host.store, candidate.id)
 
 
-def _decode(scalars: bytes) -> dict[str, Any]:
+def decode_scalars(scalars: bytes) -> dict[str, Any]:
+    """Return what rank 0 staged beside its tensors.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
     try:
         data = json.loads(scalars)
     except ValueError as error:  # not UTF-8, or not JSON
