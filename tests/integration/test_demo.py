@@ -99,6 +99,8 @@ def test_a_demo_removes_the_folder_of_the_one_before_and_nothing_else(
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_every_process_ends_with_the_demo(ending: signal.Signals, tmp_path: Path) -> None:
     code = (
+        # A shell's background job starts with SIGINT ignored; a person at a terminal is what is tested.
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys\nfrom surefoot.cli import demo_job, main\n"
         f"fake = [sys.executable, {str(HELPERS / 'fake_job.py')!r}]\n"
         "demo_job.run_command = lambda file: [*fake, str(file), 'good']\n"
