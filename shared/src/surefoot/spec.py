@@ -19,6 +19,11 @@ from surefoot.errors import UsageError
 SPEC_ENVIRONMENT_KEY = "SUREFOOT_SPEC"
 """The launcher hands the spec to the ranks in this environment variable, as JSON."""
 
+CAUSE_ENVIRONMENT_KEY = "SUREFOOT_CAUSE"
+"""Why the launcher starts the ranks, for the attempt record."""
+FROM_SEED_ENVIRONMENT_KEY = "SUREFOOT_FROM_SEED"
+""""1": start over although the job has progress."""
+
 JOB_NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 

@@ -220,7 +220,6 @@ class Session:
         step = self._counters.step + 1
         # One host sync: loss and gradient norm together.
         loss_sum, grad_norm = torch.stack([self._loss_sum, self._clip().double()]).tolist()
-        self._snapshots.finish_copy()
         records = self._exchange(step, loss_sum, grad_norm)
         nonfinite = tuple(rank for rank, record in enumerate(records) if record.nonfinite)
         learning_rate = self._update() if not nonfinite else self._skip_update()

@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.errors import UsageError
-from surefoot.spec import SPEC_ENVIRONMENT_KEY, CheckpointSpec, JobSpec, parse_spec
-
-CAUSE_ENVIRONMENT_KEY = "SUREFOOT_CAUSE"
-FROM_SEED_ENVIRONMENT_KEY = "SUREFOOT_FROM_SEED"
+from surefoot.spec import (
+    CAUSE_ENVIRONMENT_KEY,
+    FROM_SEED_ENVIRONMENT_KEY,
+    SPEC_ENVIRONMENT_KEY,
+    CheckpointSpec,
+    JobSpec,
+    parse_spec,
+)
 
 
 @dataclass(frozen=True)

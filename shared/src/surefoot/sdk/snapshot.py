@@ -193,12 +193,6 @@ class Snapshots:
                 return True
         return False
 
-    def finish_copy(self) -> None:
-        """Wait for a copy that still runs beside training, before anything it reads is changed.
-
-        CPU tensors are copied at once and nothing runs then.
-        """
-
     def close(self, checkpoint_id: CheckpointId, updates: int) -> None:
         """Return when the state is durable; save it first if that was not asked for yet.
 

@@ -13,14 +13,11 @@ from typing import Any, Literal
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
 
 from surefoot.processes import JOB_KEY_ENVIRONMENT_KEY
-from surefoot.spec import JobSpec
+from surefoot.spec import CAUSE_ENVIRONMENT_KEY, FROM_SEED_ENVIRONMENT_KEY, JobSpec
 from surefoot_worker.launcher.entry import RankStart
 from surefoot_worker.launcher.entrypoint import Entrypoint
 from surefoot_worker.launcher.forkserver import ForkServer
 from surefoot_worker.launcher.ranks import RankProcesses, StartFailed
-
-CAUSE_ENVIRONMENT_KEY = "SUREFOOT_CAUSE"
-FROM_SEED_ENVIRONMENT_KEY = "SUREFOOT_FROM_SEED"
 
 log = logging.getLogger("surefoot.launcher")
 
