@@ -12,9 +12,10 @@ TEST_ARGS ?=
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
-PACKAGES := shared services/worker
+SERVICES := api detector gateway recovery worker writer
+PACKAGES := shared $(SERVICES:%=services/%)
 STAMP := $(VENV)/.surefoot-setup
-DEV_TOOLS := hypothesis import-linter mypy pre-commit psutil pytest pytest-timeout ruff safetensors types-PyYAML
+DEV_TOOLS := hypothesis import-linter mypy pre-commit psutil pytest pytest-timeout pytest-xdist ruff safetensors types-PyYAML
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # No numeric library may take both cores in every process, and nothing is ever fetched from a hub.
 export HF_HUB_OFFLINE := 1
@@ -34,11 +35,11 @@ $(STAMP): shared/constraints.txt $(PACKAGES:%=%/pyproject.toml)
 	  || { echo "cannot make a virtual environment: on Debian and Ubuntu, apt-get install python3-venv"; \
 	       rm -rf $(VENV); exit 1; }
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_INDEX) -c shared/constraints.txt \
-	  $(PACKAGES:%=-e %) $(DEV_TOOLS)
+	  -e 'shared[embedded,postgres]' $(SERVICES:%=-e services/%) $(DEV_TOOLS)
 	@touch $(STAMP)
 
 .PHONY: demo
-demo: $(STAMP) ## Train a small language model, kill a rank on the way, report (DEMO_ARGS='--json build/demo.json')
+demo: $(STAMP) ## Start the services, train a small language model, break it twice, report (DEMO_ARGS='--json build/demo.json')
 	$(BIN)/surefoot demo $(DEMO_ARGS)
 
 .PHONY: test
@@ -65,7 +66,15 @@ imports: $(STAMP) ## import-linter: who may import whom
 check: lint types imports ## Everything that needs no running job: lint, types, imports
 
 .PHONY: bench
-bench: bench-recovery ## Run all benchmarks
+bench: bench-detection bench-overhead bench-recovery ## Run all benchmarks
+
+.PHONY: bench-detection
+bench-detection: $(STAMP) ## The detector on labelled curves: events found, false alarms, microseconds a point
+	PYTHONPATH=tests $(BIN)/python -m bench.detection $(BENCH_ARGS)
+
+.PHONY: bench-overhead
+bench-overhead: $(STAMP) ## Tokens per second with the whole stack on, beside the same loop with a no-op session
+	PYTHONPATH=tests $(BIN)/python -m bench.overhead $(BENCH_ARGS)
 
 .PHONY: bench-recovery
 bench-recovery: $(STAMP) ## Kill ranks; seconds to the next completed step, beside plain torchrun

@@ -9,19 +9,20 @@ from itertools import pairwise
 import pytest
 from pydantic import BaseModel
 
-from surefoot import spec
+from surefoot import policy, spec
 
 SECTIONS = [
     value
-    for value in vars(spec).values()
-    if inspect.isclass(value) and issubclass(value, BaseModel) and value.__module__ == spec.__name__
+    for module in (spec, policy)
+    for value in vars(module).values()
+    if inspect.isclass(value) and issubclass(value, BaseModel) and value.__module__ == module.__name__
 ]
 
 
 def documented_fields(section: type[BaseModel]) -> dict[str, str]:
     body = next(
         node.body
-        for node in ast.walk(ast.parse(inspect.getsource(spec)))
+        for node in ast.walk(ast.parse(inspect.getsource(inspect.getmodule(section))))
         if isinstance(node, ast.ClassDef) and node.name == section.__name__
     )
     return {
@@ -41,4 +42,6 @@ def test_every_field_is_documented(section: type[BaseModel]) -> None:
 
 
 def test_the_sections_were_found() -> None:
-    assert {"JobSpec", "CheckpointSpec", "RecipeSpec", "ModelSpec"} <= {section.__name__ for section in SECTIONS}
+    assert {"JobSpec", "CheckpointSpec", "RecipeSpec", "ModelSpec", "PolicySpec", "RungSpec"} <= {
+        section.__name__ for section in SECTIONS
+    }

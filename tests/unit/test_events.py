@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.events import EVENT_TYPES, JobFinished, JobState, JsonlSink, StepCompleted, decode_event, read_events
-from surefoot.events.registry import encode_event
+from surefoot.events import EVENT_TYPES, JobFinished, JobState, JsonlSink, StepCompleted, decode_message, read_events
+from surefoot.events.registry import encode_message
 
 
 def step(number: int, loss: float = 1.0) -> StepCompleted:
@@ -20,21 +20,21 @@ def step(number: int, loss: float = 1.0) -> StepCompleted:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_json_lacks_survive(value: float) -> None:
-    decoded = decode_event(encode_event(step(1, loss=value)))
+    decoded = decode_message(encode_message(step(1, loss=value)))
     assert isinstance(decoded, StepCompleted)
     assert decoded.loss == value or (math.isnan(value) and math.isnan(decoded.loss))
 
 
 def test_unknown_type_is_none_and_invalid_is_an_error() -> None:
-    assert decode_event('{"type": "FromTheFuture", "job": "j"}') is None
+    assert decode_message('{"type": "FromTheFuture", "job": "j"}') is None
     for line in ('{"type": "StepCompleted", "job": "j"}', "[]", "{}", "not json"):
         with pytest.raises(ValueError):  # noqa: PT011  pydantic's and json's own messages
-            decode_event(line)
+            decode_message(line)
 
 
 def test_unknown_fields_of_a_newer_version_are_ignored() -> None:
-    line = encode_event(step(3)).replace('"job"', '"colour":"red","job"', 1)
-    decoded = decode_event(line)
+    line = encode_message(step(3)).replace('"job"', '"colour":"red","job"', 1)
+    decoded = decode_message(line)
     assert isinstance(decoded, StepCompleted)
     assert decoded.step == 3
 
@@ -45,11 +45,11 @@ def test_reader_leaves_a_line_that_is_not_complete(tmp_path: Path) -> None:
     sink = JsonlSink(path)
     sink.emit(step(1))
     with path.open("ab") as file:
-        file.write(encode_event(step(2)).encode()[:20])
+        file.write(encode_message(step(2)).encode()[:20])
     events, offset = read_events(path)
     assert [event.step for event in events if isinstance(event, StepCompleted)] == [1]
     with path.open("ab") as file:
-        file.write(encode_event(step(2)).encode()[20:] + b"\nrubbish\n")
+        file.write(encode_message(step(2)).encode()[20:] + b"\nrubbish\n")
     sink.emit(JobFinished(job="j", state=JobState.SUCCEEDED, reason="done", restarts=0))
     sink.close()
     events, offset = read_events(path, offset)

@@ -9,6 +9,9 @@ SurefootError
 ├── AttemptError
 │   ├── AttemptTaken      somebody else claimed the attempt number first
 │   └── Superseded        a newer attempt exists; this one must not train on
+├── Unavailable           something outside does not answer; nothing is wrong with the input: try again
+│   ├── BusUnavailable     the Redis-compatible server
+│   └── CatalogueUnavailable  the database
 └── RanksOutOfStep        ranks disagree about (attempt, step)
 """
 
@@ -99,3 +102,15 @@ class Superseded(AttemptError):
 
 class RanksOutOfStep(SurefootError):
     """Ranks disagree about (attempt, step); the message names the odd one."""
+
+
+class Unavailable(SurefootError):
+    """Something outside does not answer; nothing is wrong with what was asked, so it is worth trying again."""
+
+
+class BusUnavailable(Unavailable):
+    """The Redis-compatible server does not answer."""
+
+
+class CatalogueUnavailable(Unavailable):
+    """The database does not answer."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from surefoot.errors import UsageError
+from surefoot.policy import PolicySpec
+from surefoot.section import Section
 
 SPEC_ENVIRONMENT_KEY = "SUREFOOT_SPEC"
 """The launcher hands the spec to the ranks in this environment variable, as JSON."""
@@ -27,12 +30,7 @@ FROM_SEED_ENVIRONMENT_KEY = "SUREFOOT_FROM_SEED"
 JOB_NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 
-class _Section(BaseModel):
-    # Field docstrings become descriptions: `surefoot spec keys` prints them.
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
-
-
-class CheckpointSpec(_Section):
+class CheckpointSpec(Section):
     """When to snapshot and save, and where snapshots are staged."""
 
     save_every_steps: int | None = Field(default=None, ge=1)
@@ -47,7 +45,7 @@ class CheckpointSpec(_Section):
     """A tmpfs folder; each job gets its own folder in it."""
 
 
-class RestartSpec(_Section):
+class RestartSpec(Section):
     """How often ranks may be started again."""
 
     max_restarts: int = Field(default=20, ge=0)
@@ -56,7 +54,22 @@ class RestartSpec(_Section):
     """More than `max_restarts` restarts in this window end the job."""
 
 
-class ModelSpec(_Section):
+class HangSpec(Section):
+    """How long ranks may show no progress before they are killed and started again."""
+
+    enabled: bool = True
+    """false: never; ranks under a debugger, say."""
+    start_seconds: float = Field(default=1800.0, gt=0)
+    """Limit until the first step of an attempt is done: loading, building the model, compiling."""
+    step_seconds: float | None = Field(default=None, gt=0)
+    """Limit of each later step; null: 30 times the median step, 300 s at least."""
+    eval_seconds: float = Field(default=3600.0, gt=0)
+    """Limit inside `with session.evaluating()`."""
+    save_seconds: float = Field(default=1800.0, gt=0)
+    """Limit of the last save and of the end: storage that does not answer holds them up."""
+
+
+class ModelSpec(Section):
     """A Llama-type decoder (transformers' LlamaConfig names)."""
 
     vocab_size: int = Field(default=4096, ge=300)
@@ -86,7 +99,7 @@ class ModelSpec(_Section):
         return self.num_hidden_layers * per_layer + embeddings + self.hidden_size
 
 
-class RecipeSpec(_Section):
+class RecipeSpec(Section):
     """Settings of the built-in LLM recipe (`entrypoint: -m surefoot_worker.recipe`)."""
 
     data: Path | None = None
@@ -121,7 +134,7 @@ class RecipeSpec(_Section):
     """DataLoader worker processes per rank."""
 
 
-class JobSpec(_Section):
+class JobSpec(Section):
     """One training job."""
 
     job: str = Field(pattern=JOB_NAME_PATTERN)
@@ -140,12 +153,16 @@ class JobSpec(_Section):
     """CPU threads of each rank; null: the cores shared out evenly."""
     start_method: Literal["auto", "forkserver", "spawn"] = "auto"
     """auto: forkserver, and spawn with a stated reason where preloading fails."""
-    env: dict[str, str] = {}
+    env: dict[str, str] = Field(default={})
     """Extra environment of the ranks."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """When to snapshot and save, and where snapshots are staged."""
     restart: RestartSpec = RestartSpec()
     """How often ranks may be started again."""
+    hang: HangSpec = HangSpec()
+    """How long ranks may show no progress."""
+    policy: PolicySpec = PolicySpec()
+    """What recovery does by itself about anomalies; in a file also the path of a file that holds this section."""
     recipe: RecipeSpec | None = None
     """Settings of the built-in recipe; only with `entrypoint: -m surefoot_worker.recipe`."""
 
@@ -193,6 +210,8 @@ def spec_keys(section: type[BaseModel] = JobSpec, prefix: str = "") -> Iterator[
     for name, field in section.model_fields.items():
         inner = _section_of(field.annotation)
         kind = "section" if inner else _type_name(field.annotation)
+        if inner and get_origin(field.annotation) is tuple:
+            kind = "list of sections"
         default = "" if inner else "required" if field.is_required() else _spelled(field.get_default())
         yield SpecKey(f"{prefix}{name}", kind, default, " ".join((field.description or "").split()))
         if inner:
@@ -207,6 +226,10 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 def _type_name(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(get_args(annotation))
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return " or ".join(str(member.value) for member in annotation)
+    if get_origin(annotation) is tuple and get_args(annotation)[-1] is Ellipsis:
+        return f"list of {_type_name(get_args(annotation)[0])}"
     text = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
     return text.replace("pathlib._local.", "").replace("pathlib.", "").replace("None", "null")
 
@@ -222,6 +245,13 @@ def load_spec(path: Path) -> JobSpec:
     Raises:
         UsageError: not readable, not YAML or JSON, an unknown key or a wrong value; names the key.
     """
+    data = _read_mapping(path, "job, entrypoint, nproc_per_node")
+    if isinstance(data.get("policy"), str):
+        data["policy"] = _read_mapping(Path(data["policy"]), "mode, probation_steps, ladder")
+    return parse_spec(data)
+
+
+def _read_mapping(path: Path, examples: str) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -234,8 +264,8 @@ def load_spec(path: Path) -> JobSpec:
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: the date 2026-13-45
         raise UsageError(str(path), f"is not valid {language}: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
-        raise UsageError(str(path), "must hold a mapping of keys such as job, entrypoint, nproc_per_node")
-    return parse_spec(data)
+        raise UsageError(str(path), f"must hold a mapping of keys such as {examples}")
+    return data
 
 
 def parse_spec(data: dict[str, Any]) -> JobSpec:
@@ -271,7 +301,9 @@ def _usage_error(error: ValidationError) -> UsageError:
 def _allowed_keys(location: tuple[int | str, ...]) -> list[str]:
     model: type[BaseModel] = JobSpec
     for part in location[:-1]:
-        inner = _section_of(model.model_fields[str(part)].annotation)
+        if isinstance(part, int):  # place in a list of sections
+            continue
+        inner = _section_of(model.model_fields[part].annotation)
         assert inner is not None, "only sections have unknown keys"
         model = inner
     return list(model.model_fields)

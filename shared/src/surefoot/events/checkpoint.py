@@ -59,3 +59,23 @@ class RestoreFellBack(Event):
     candidate_attempt: int
     candidate_step: int
     reason: str
+
+
+class CheckpointVerified(Event):
+    """Every byte of a committed checkpoint was read back and compared with its checksum."""
+
+    type: ClassVar[str] = "CheckpointVerified"
+
+    step: int
+    problem: str | None = None
+    """None: it is good."""
+    seconds: float
+
+
+class CheckpointPromoted(Event):
+    """A committed checkpoint became STABLE: probation is over and all its floating tensors are finite."""
+
+    type: ClassVar[str] = "CheckpointPromoted"
+
+    step: int
+    cleared_through_step: int

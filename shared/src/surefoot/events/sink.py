@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from surefoot.events.base import Event
-from surefoot.events.registry import decode_event, encode_event
+from surefoot.events.registry import decode_message, encode_message
 
 
 class EventSink(Protocol):
@@ -49,7 +49,7 @@ class JsonlSink:
         if self._fd < 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        line = encode_event(event).encode() + b"\n"
+        line = encode_message(event).encode() + b"\n"
         if os.write(self._fd, line) != len(line):
             # Half a line is skipped by readers; ending it keeps the next one whole.
             os.write(self._fd, b"\n")
@@ -79,8 +79,8 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
 def _decode_lines(data: bytes) -> Iterator[Event]:
     for line in data.splitlines():
         try:
-            event = decode_event(line)
+            event = decode_message(line)
         except ValueError:
             continue
-        if event is not None:
+        if isinstance(event, Event):
             yield event

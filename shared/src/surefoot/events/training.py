@@ -5,15 +5,35 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
+from surefoot.checkpoint.attempts import SkipWindow
 from surefoot.events.base import Event
 
 
 class JobState(StrEnum):
-    """How a launcher ended."""
+    """Where a job is. The last three are final; a launcher by itself only knows those."""
 
+    PENDING = "PENDING"
+    """Submitted; no worker has taken it."""
+    STARTING = "STARTING"
+    """A launcher is being started; no step is done."""
+    RUNNING = "RUNNING"
+    DEGRADED = "DEGRADED"
+    """It trains, but with fewer ranks than asked for, or nobody can save."""
+    RECOVERING = "RECOVERING"
+    """Ranks are being restarted, or rolled back."""
+    PAUSED = "PAUSED"
+    """Saved and stopped on request, to go on later."""
+    STOPPING = "STOPPING"
+    """The last step is being saved."""
     SUCCEEDED = "SUCCEEDED"
     STOPPED = "STOPPED"
+    """Saved and stopped on request."""
     FAILED = "FAILED"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing follows without a person."""
+        return self in (JobState.SUCCEEDED, JobState.STOPPED, JobState.FAILED)
 
 
 class TimelineMark(BaseModel):
@@ -36,6 +56,7 @@ class AttemptStarted(Event):
     source: str
     cause: str
     lr_factor: float = 1.0
+    skip_windows: tuple[SkipWindow, ...] = ()
     total_steps: int | None = None
     timeline: tuple[TimelineMark, ...] = ()
 
@@ -47,6 +68,8 @@ class StepCompleted(Event):
     lifecycle: ClassVar[bool] = False
 
     step: int
+    position: int | None = None
+    """Batch position: the step's index counting the batches that were skipped; what skip windows speak of."""
     updates: int
     epoch: int
     loss: float
@@ -78,6 +101,22 @@ class RankFailed(Event):
     """CLOCK_MONOTONIC when the launcher saw it."""
 
 
+class RankHung(Event):
+    """A rank made no progress for longer than its phase may take; its stacks were saved and it is killed next."""
+
+    type: ClassVar[str] = "RankHung"
+
+    pid: int
+    phase: str
+    step: int
+    seconds: float
+    """Since its last progress."""
+    limit_seconds: float
+    stack_file: str | None = None
+    stack_problem: str | None = None
+    """Why there is no stack file."""
+
+
 class RanksRestarted(Event):
     """The launcher started a new set of ranks."""
 
@@ -99,6 +138,15 @@ class DataPrepared(Event):
     stage: str
     detail: str
     seconds: float
+
+
+class JobStateChanged(Event):
+    """The worker service put the job into another state."""
+
+    type: ClassVar[str] = "JobStateChanged"
+
+    state: JobState
+    reason: str
 
 
 class JobFinished(Event):
