@@ -19,6 +19,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from surefoot import faultpoints, sdk
+from surefoot.command_files import write_command
+from surefoot.events import Command, decode_message
 
 
 class Samples:
@@ -47,6 +49,21 @@ def build_scheduler(kind: str, optimizer: torch.optim.Optimizer, steps: int) -> 
     return lr_scheduler.LambdaLR(optimizer, lambda update: 1.0 / (1 + update))
 
 
+def give_orders(path: Path, attempt: int, step: int) -> None:
+    """Write the commands that the file plans for this step, so that its exchange sees them (see test_roll_back)."""
+    plan = json.loads(path.read_text())
+    for entry in plan["orders"]:
+        if [attempt, step] != entry["at"]:
+            continue
+        deadline = time.monotonic() + 30
+        while not Path(plan["storage"], entry["wait_for"], "manifest.json").exists():
+            assert time.monotonic() < deadline, f"{entry['wait_for']} did not become durable"
+            time.sleep(0.002)
+        command = decode_message(json.dumps(entry["command"]))
+        assert isinstance(command, Command)
+        write_command(Path(plan["staging"]), command)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
@@ -60,6 +77,7 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.add_argument("--raise-at", type=int)
     parser.add_argument("--fault", help="RANK:PLAN of surefoot.faultpoints, in the first start only")
+    parser.add_argument("--orders", type=Path, help="JSON: commands that rank 0 finds in given steps")
     arguments = parser.parse_args()
     if arguments.fault and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
         rank, _, plan = arguments.fault.partition(":")
@@ -101,6 +119,8 @@ def main() -> None:
         }
         # Before the step: a rank may be killed right after it. Lines of steps that never ended are off the lineage.
         os.write(log, json.dumps(line).encode() + b"\n")
+        if arguments.orders and session.rank == 0:
+            give_orders(arguments.orders, session.attempt, step)
         session.step(loss)
         # Stands for a larger model: nothing waits for anything else here.
         time.sleep(arguments.step_seconds)

@@ -1,0 +1,1 @@
+"""Streams, publishers and consumers (DESIGN 9)."""

@@ -1,0 +1,1 @@
+"""The tables that services share, their queries and migrations. Each table has one writing service."""

@@ -1,0 +1,1 @@
+"""Alembic revisions of the catalogue. `surefoot.catalogue.migrate` runs them."""

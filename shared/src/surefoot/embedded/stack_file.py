@@ -1,0 +1,115 @@
+"""`.surefoot/run/stack.json`: how the stack is and where its services listen. The supervisor writes, all may read."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from surefoot.checkpoint.locks import holder_pid
+from surefoot.embedded.layout import Layout
+
+
+class StackState(StrEnum):
+    """STARTING -> RUNNING -> STOPPING -> STOPPED, or STARTING -> FAILED."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    """Every service was ready once; from here on those that end are restarted for ever."""
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    """A service did not get ready; everything was stopped again."""
+
+
+class ServiceState(StrEnum):
+    """WAITING -> STARTING -> READY -> (ended) BACKING_OFF -> STARTING; DONE for what is to end; STOPPED at the end."""
+
+    WAITING = "waiting"
+    """Others must be ready first."""
+    STARTING = "starting"
+    READY = "ready"
+    BACKING_OFF = "backing off"
+    """It ended and is started again in a moment."""
+    DONE = "done"
+    STOPPED = "stopped"
+
+
+@dataclass
+class ServiceStatus:
+    """What the supervisor knows of a service.
+
+    Attributes:
+        pid: 0: it is not running.
+        restarts: How often it was started again.
+        since_seconds: CLOCK_MONOTONIC since when it is in this state.
+        detail: How it ended last, or what it waits for; may be empty.
+    """
+
+    state: ServiceState = ServiceState.WAITING
+    pid: int = 0
+    restarts: int = 0
+    since_seconds: float = 0.0
+    detail: str = ""
+
+
+@dataclass
+class Stack:
+    """The content of the file.
+
+    Attributes:
+        pid: Of the supervisor.
+        home: Absolute.
+        urls: By service: `api`, `gateway`, `redis`, `database`.
+        token_file: Holds what clients of the api send as Bearer token; None: no token is asked for.
+        services: In the order in which they are started.
+        failed: Services that did not get ready, or did not end in good order.
+        detail: How each of them ended.
+    """
+
+    pid: int
+    home: str
+    urls: dict[str, str]
+    token_file: str | None = None
+    state: StackState = StackState.STARTING
+    services: dict[str, ServiceStatus] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    detail: str = ""
+
+    @property
+    def token(self) -> str | None:
+        """The token for the api, None when none is asked for."""
+        return Path(self.token_file).read_text(encoding="ascii").strip() if self.token_file else None
+
+    def write(self) -> None:
+        """Replace the file; readers see the old or the new one."""
+        path = Layout(Path(self.home)).stack_file
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
+        temporary.replace(path)
+
+
+def read_stack(home: Path) -> Stack | None:
+    """Return what the supervisor wrote last; None: no stack was ever started there. It may have ended since."""
+    try:
+        data: dict[str, Any] = json.loads(Layout(home).stack_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    services = {
+        name: ServiceStatus(**(row | {"state": ServiceState(row["state"])})) for name, row in data["services"].items()
+    }
+    return Stack(**(data | {"state": StackState(data["state"]), "services": services}))
+
+
+def supervisor_pid(home: Path) -> int | None:
+    """Return the process that supervises the stack now; None: nobody does. The kernel knows, whatever files say."""
+    return holder_pid(Layout(home).lock_file)
+
+
+def running_stack(home: Path) -> Stack | None:
+    """Return the stack of a home folder if its supervisor is alive: where clients look for the api."""
+    stack = read_stack(home)
+    return stack if stack is not None and supervisor_pid(home) == stack.pid else None
