@@ -18,6 +18,7 @@ from pathlib import Path
 JOB_KEY_ENVIRONMENT_KEY = "SUREFOOT_JOB_KEY"
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_PTRACER = 0x59616D61
 _PROC = Path("/proc")
 _DRAIN_MODULE = b"surefoot.checkpoint.drain"
 """A drain outlives its job on purpose and leaves by itself."""
@@ -39,6 +40,14 @@ def set_parent_death_signal(parent_pid: int | None = None) -> None:
         raise OSError(error, os.strerror(error))
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def allow_tracing_by(pid: int) -> None:
+    """Let another process of this user and its children read this one's stacks (prctl(2), Linux' Yama module).
+
+    Only matters where /proc/sys/kernel/yama/ptrace_scope is 1, as on Ubuntu; elsewhere the call has no effect.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
 def find_job_processes(job_key: str, *, keep: Collection[int] = ()) -> list[int]:

@@ -32,6 +32,8 @@ class Phase(IntEnum):
     SAVE = 2
     EVAL = 3
     CLOSE = 4
+    DONE = 5
+    """The session is closed: what the program does after it takes as long as it takes."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class _Page:
             os.close(fd)
         current = self._newest()
         self._sequence = current[0] if current else 0
+        self._fields: tuple[int, ...] = ()
 
     def _slot(self, index: int) -> tuple[int, int, int, int, int, int, float] | None:
         raw = self._map[index * _SLOT_BYTES : index * _SLOT_BYTES + _SLOT.size]
@@ -86,6 +89,7 @@ class _Page:
 
     def _put(self, *fields: int) -> None:
         self._sequence += 1
+        self._fields = fields
         padded = fields + (0,) * (5 - len(fields))
         body = _SLOT.pack(self._sequence, *padded, time.monotonic(), 0)[:_BODY_BYTES]
         offset = (self._sequence % 2) * _SLOT_BYTES
@@ -116,6 +120,11 @@ class ProgressPage(_Page):
     def write(self, *, attempt: int, step: int, start_step: int, phase: Phase) -> None:
         """Say where this process is. A few microseconds."""
         self._put(os.getpid(), attempt, step, start_step, int(phase))
+
+    def beat(self, phase: Phase | None = None) -> None:
+        """Say again where this process is, after `write`: it goes on, in another phase if one is given."""
+        *where, before = self._fields
+        self._put(*where, before if phase is None else int(phase))
 
     def read(self) -> Progress | None:
         """Return the newest complete entry, None before the first."""

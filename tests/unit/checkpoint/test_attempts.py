@@ -257,3 +257,21 @@ def test_of_several_processes_exactly_one_claims_each_number(store):
     assert {number: record.host for number, record in records.items()} == winners
     assert sorted(winners) == list(range(1, last + 1))
     assert not list(store.root.rglob(".tmp-*"))
+
+
+def test_the_learning_rate_factor_holds_then_returns_on_a_line(log):
+    record = claim(log, 0, lr_factor=0.5, lr_hold_steps=3, lr_rewarm_steps=4, lr_from_step=100)
+    factors = [record.lr_factor_at(step) for step in (50, 101, 103, 104, 105, 106, 107, 108, 5000)]
+    assert factors == [0.5, 0.5, 0.5, 0.625, 0.75, 0.875, 1.0, 1.0, 1.0]
+    assert claim(log, 1, lr_factor=0.3, lr_from_step=5).lr_factor_at(10**9) == 0.3
+    assert claim(log, 2, lr_factor=0.3, lr_hold_steps=2).lr_factor_at(3) == 1.0
+
+
+def test_records_of_before_commands_are_still_read(log, store):
+    record = claim(log, 0)
+    path = store.root / "attempts/000001.json"
+    data = json.loads(path.read_text())
+    for name in ("lr_hold_steps", "lr_rewarm_steps", "lr_from_step", "command"):
+        del data[name]
+    path.write_text(json.dumps(data))
+    assert AttemptLog(store).read_all() == {1: record}

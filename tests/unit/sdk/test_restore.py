@@ -7,7 +7,7 @@ import pytest
 from surefoot.checkpoint.attempts import AttemptRecord, Source, StartsFrom
 from surefoot.checkpoint.ids import CheckpointId
 from surefoot.errors import CheckpointError, RanksOutOfStep
-from surefoot.sdk.attach import claim_with_patience
+from surefoot.sdk.attempts import claim_with_patience
 from surefoot.sdk.collectives import StepRecord, check_in_step
 from surefoot.sdk.restore import Candidate, decode_scalars, rank_candidates
 
@@ -51,7 +51,7 @@ def test_without_records_nothing_is_trusted():
 
 
 def test_ranks_out_of_step_names_the_odd_one():
-    rows = [StepRecord(3, step, 0, 1, 0, 0, 1.0, 2, 0.1) for step in (10, 10, 11)]
+    rows = [StepRecord(3, step, 0, 1, 0, 0, 0, 1.0, 2, 0.1) for step in (10, 10, 11)]
     with pytest.raises(RanksOutOfStep, match=r"rank 2 is at attempt 3 step 11; the others are at attempt 3 step 10"):
         check_in_step(rows)
 

@@ -89,7 +89,15 @@ class AttemptRecord(_Record):
     attempt: int = Field(ge=1)
     starts_from: StartsFrom
     lr_factor: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Absolute: the learning rate is the schedule's times this."""
+    """Absolute: the learning rate is the schedule's times this; see `lr_factor_at` for how long."""
+    lr_hold_steps: int | None = Field(None, ge=0)
+    """Steps with that factor from `lr_from_step` on; null: for ever."""
+    lr_rewarm_steps: int = Field(0, ge=0)
+    """Steps over which the factor then returns linearly to 1."""
+    lr_from_step: int = Field(0, ge=0)
+    """Step that the attempt which set the factor began at; a restart keeps it, so that nothing is held twice."""
+    command: int = Field(0, ge=0)
+    """Number of the newest command that began an attempt; ranks ignore it and lower ones from now on."""
     skip_windows: tuple[SkipWindow, ...] = ()
     """All that hold from now on, not only the new ones."""
     cause: str
@@ -107,6 +115,21 @@ class AttemptRecord(_Record):
         if self.starts_from.attempt >= self.attempt:
             raise ValueError("an attempt starts from an earlier one")
         return self
+
+    def lr_factor_at(self, step: int) -> float:
+        """Return what the schedule's learning rate is multiplied by in a step (from 1: as `StepCompleted.step`).
+
+        `lr_factor` for `lr_hold_steps` steps after `lr_from_step`, then on a line that reaches 1 after
+        `lr_rewarm_steps` more. A step before that range, where training had to go back further, has the factor too.
+        """
+        if self.lr_hold_steps is None:
+            return self.lr_factor
+        steps_beyond = step - self.lr_from_step - self.lr_hold_steps
+        if steps_beyond <= 0:
+            return self.lr_factor
+        if steps_beyond >= self.lr_rewarm_steps:
+            return 1.0
+        return self.lr_factor + (1.0 - self.lr_factor) * (steps_beyond / self.lr_rewarm_steps)
 
 
 class AttemptLog:
@@ -153,6 +176,10 @@ class AttemptLog:
         after: int,
         starts_from: StartsFrom,
         lr_factor: float = 1.0,
+        lr_hold_steps: int | None = None,
+        lr_rewarm_steps: int = 0,
+        lr_from_step: int = 0,
+        command: int = 0,
         skip_windows: tuple[SkipWindow, ...] = (),
         cause: str,
         world_size: int,
@@ -165,6 +192,10 @@ class AttemptLog:
             after: The newest attempt that the choice of `starts_from` was based on; 0 for none.
             starts_from: Where the attempt begins.
             lr_factor: See `AttemptRecord`.
+            lr_hold_steps: See `AttemptRecord`.
+            lr_rewarm_steps: See `AttemptRecord`.
+            lr_from_step: See `AttemptRecord`.
+            command: See `AttemptRecord`.
             skip_windows: See `AttemptRecord`.
             cause: Why there is a new attempt, for people.
             world_size: Number of ranks.
@@ -182,6 +213,10 @@ class AttemptLog:
             attempt=after + 1,
             starts_from=starts_from,
             lr_factor=lr_factor,
+            lr_hold_steps=lr_hold_steps,
+            lr_rewarm_steps=lr_rewarm_steps,
+            lr_from_step=lr_from_step,
+            command=command,
             skip_windows=skip_windows,
             cause=cause,
             world_size=world_size,

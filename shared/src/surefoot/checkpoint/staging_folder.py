@@ -6,6 +6,7 @@
     drain.lock      held by the one drain
     wake.fifo       a byte in it wakes the drain
     reports/        damage that ranks found in committed checkpoints
+    commands/       what recovery orders the ranks to do (see `surefoot.command_files`)
 """
 
 from __future__ import annotations

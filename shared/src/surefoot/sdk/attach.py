@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
-from functools import cache, partial
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import structlog
 import torch
 
 from surefoot import timeline
-from surefoot.checkpoint.attempts import AttemptLog, AttemptRecord, Source, StartsFrom
-from surefoot.checkpoint.ids import CheckpointId
-from surefoot.checkpoint.lineage import on_lineage
+from surefoot.checkpoint.attempts import AttemptRecord, Source
 from surefoot.checkpoint.staging import free_bytes, required_bytes
 from surefoot.checkpoint.staging_folder import StagingFolder
 from surefoot.errors import StagingTooSmall, UsageError
+from surefoot.sdk.attempts import Attempts
 from surefoot.sdk.collectives import ControlGroup
+from surefoot.sdk.commands import Commands
 from surefoot.sdk.constant import Constant
 from surefoot.sdk.data.loader import Loader, dataset_length
 from surefoot.sdk.data.order import DataOrder
 from surefoot.sdk.host import Host
 from surefoot.sdk.replication import rehearse, replicate, unwrap
 from surefoot.sdk.restore import SEED, find_candidates, restore, start_over
-from surefoot.sdk.session import Counters, Session, Trained
+from surefoot.sdk.session import Session
 from surefoot.sdk.settings import SessionSettings, resolve
 from surefoot.sdk.snapshot import Snapshots
 from surefoot.sdk.state import Stateful, TrainingState
+from surefoot.sdk.trained import Counters, Trained
+from surefoot.sdk.training_fault import install_fault
 
 HANG_LIMIT = timedelta(minutes=30)
 """Longest that ranks wait for each other in one exchange."""
-STORAGE_PATIENCE_SECONDS = 1200.0
-"""Longest that rank 0 tries to write the record of its attempt; less than the ranks wait for each other."""
-
-log = structlog.get_logger(__name__)
 
 
 def attach(
@@ -166,26 +160,29 @@ def _restore_and_claim(host: Host, trained: Trained, data: _Data, state: Trainin
     device = next(plain.parameters()).device
     # Before the claim: a batch too small for the ranks would end the attempt as soon as it began.
     data.order.rank_micro_batches(0, host.group.rank, host.group.world_size, data.micro_batch_size)
-    attempts = AttemptLog(host.store)
-    records = _read_records(host.group, attempts)
-    found = start_over(host) if settings.from_seed else find_candidates(host, records)
+    attempts = Attempts(host)
+    found = start_over(host) if settings.from_seed else find_candidates(host, attempts.records)
     model = replicate(trained.model, host.group.world_size, init_sync=not found)
     rehearse(model, host.group.world_size)
     timeline.mark("replicated")
     restored = restore(host, state, found) if found else SEED
     timeline.mark("loaded")
-    record = _claim(host, attempts, records, restored.starts_from)
+    record = attempts.claim(restored.starts_from, settings.cause)
     host.begin_attempt(record)
     timeline.mark("claimed")
-    return Session(
+    snapshots = _prepare_snapshots(host, state, plain, trained.optimizer, attempts)
+    session = Session(
         trained=replace(trained, model=model),
         host=host,
         record=record,
         counters=Counters(restored.step, restored.updates),
         loader=data.loader(host, record, trained.total_steps, pin_memory=device.type == "cuda"),
-        snapshots=_prepare_snapshots(host, state, plain, trained.optimizer, records | {record.attempt: record}),
+        snapshots=snapshots,
+        commands=Commands(host, state, attempts, snapshots, trained.total_steps),
         seed=settings.spec.seed,
     )
+    install_fault(session, trained.optimizer)
+    return session
 
 
 def _check_numbers(least: int, **numbers: int | None) -> None:
@@ -230,72 +227,15 @@ def _join(settings: SessionSettings, device: torch.device) -> Host:
     return host
 
 
-def _read_records(group: ControlGroup, attempts: AttemptLog) -> dict[int, AttemptRecord]:
-    """Return the attempt records as rank 0 sees them, on every rank."""
-    mine = [record.model_dump(mode="json") for record in attempts.read_all().values()] if group.rank == 0 else None
-    shared = [AttemptRecord.model_validate(data) for data in group.broadcast_json(mine)]
-    return {record.attempt: record for record in shared}
-
-
-def _claim(
-    host: Host, attempts: AttemptLog, records: Mapping[int, AttemptRecord], starts_from: StartsFrom
-) -> AttemptRecord:
-    """Claim the next attempt on rank 0 and tell the others. LR factor and skip windows go on from the newest record."""
-    claimed = None
-    if host.group.rank == 0:
-        newest = records.get(max(records, default=0))
-        claim = partial(
-            attempts.claim,
-            after=0 if newest is None else newest.attempt,
-            starts_from=starts_from,
-            lr_factor=1.0 if newest is None else newest.lr_factor,
-            skip_windows=() if newest is None else newest.skip_windows,
-            cause=host.settings.cause,
-            world_size=host.group.world_size,
-            host=socket.gethostname(),
-            started_at=datetime.now(UTC),
-        )
-        claimed = claim_with_patience(claim).model_dump(mode="json")
-    return AttemptRecord.model_validate(host.group.broadcast_json(claimed))
-
-
-def claim_with_patience(claim: Callable[[], AttemptRecord]) -> AttemptRecord:
-    """Claim, and while storage refuses the record try again: giving up would only use up the restart budget.
-
-    Raises:
-        OSError: storage did not come back in `STORAGE_PATIENCE_SECONDS`.
-    """
-    deadline = time.monotonic() + STORAGE_PATIENCE_SECONDS
-    delay_seconds = 0.1
-    while True:
-        try:
-            return claim()
-        except OSError as error:
-            if time.monotonic() + delay_seconds > deadline:
-                raise
-            log.warning("the attempt record cannot be written, trying again", error=str(error))
-            time.sleep(delay_seconds)
-            delay_seconds = min(5.0, 2 * delay_seconds)
-
-
 def _prepare_snapshots(
-    host: Host,
-    state: TrainingState,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    records: Mapping[int, AttemptRecord],
+    host: Host, state: TrainingState, model: torch.nn.Module, optimizer: torch.optim.Optimizer, attempts: Attempts
 ) -> Snapshots:
-    attempt = max(records)
-    starts_from = records[attempt].starts_from
-
-    @cache
-    def is_on_lineage(checkpoint_id: CheckpointId) -> bool:
-        return on_lineage(checkpoint_id, attempt, records)
-
+    assert attempts.newest is not None, "it was just claimed"
+    starts_from = attempts.newest.starts_from
     if starts_from.source is Source.SEED:
         _check_room(host, model, optimizer)
-        return Snapshots(state, host, is_on_lineage, None)
-    snapshots = Snapshots(state, host, is_on_lineage, starts_from.checkpoint_id)
+        return Snapshots(state, host, attempts.is_on_lineage, None)
+    snapshots = Snapshots(state, host, attempts.is_on_lineage, starts_from.checkpoint_id)
     snapshots.prepare()
     return snapshots
 

@@ -31,6 +31,7 @@ class StepRecord:
         can_snapshot: 1 when it holds a free buffer for this step's snapshot.
         save: 1 to make this step's snapshot durable (rank 0 decides).
         stop: 1 to stop after this step.
+        command: Number of the next command that rank 0 has found; 0: none.
         loss_sum: Sum of its samples' losses.
         num_samples: Number of its samples.
         step_seconds: From its last exchange to this one.
@@ -42,6 +43,7 @@ class StepRecord:
     can_snapshot: float
     save: float
     stop: float
+    command: float
     loss_sum: float
     num_samples: float
     step_seconds: float

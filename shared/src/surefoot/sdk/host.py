@@ -56,6 +56,11 @@ class Host:
         if self._reporter is not None:
             self._reporter.report(event)
 
+    def flush(self, timeout_seconds: float = 1.0) -> None:
+        """Wait a moment until what was reported is in the file. Never on the step path."""
+        if self._reporter is not None:
+            self._reporter.flush(timeout_seconds)
+
     @property
     def num_dropped_events(self) -> int:
         """Events given up so far because nobody took them."""
@@ -66,7 +71,10 @@ class Host:
         return Control() if self._control is None else self._control.read()
 
     def begin_attempt(self, record: AttemptRecord) -> None:
-        """Note the attempt that this process trains in, and say so on the progress page."""
+        """Note the attempt that this process trains in, and say so on the progress page.
+
+        Once at the start, and again for each attempt that a command begins in process.
+        """
         self._attempt = record.attempt
         start_step = record.starts_from.step
         self.page.write(attempt=record.attempt, step=start_step, start_step=start_step, phase=Phase.STEP)
@@ -85,7 +93,9 @@ class Host:
             Superseded: names the newer attempt.
         """
         newer = self._superseded_by
-        if newer is not None:
+        # Compared here, on the thread that claims: the watch may have met the record of our own next attempt before
+        # `begin_attempt` said that it is ours.
+        if newer is not None and newer.attempt > self._attempt:
             raise Superseded(
                 f"attempt {newer.attempt} was started on {newer.host} at {newer.started_at:%Y-%m-%d %H:%M:%S} UTC; "
                 f"attempt {self._attempt} ends here so that only one of them trains"
@@ -94,7 +104,7 @@ class Host:
     def report_start(
         self, record: AttemptRecord, total_steps: int | None, marks: tuple[TimelineMark, ...]
     ) -> None:
-        """Report the attempt with the moments of its start. Rank 0, after its first step."""
+        """Report the attempt. Rank 0; a process's first one after its first step, with the moments of the start."""
         self.report(
             AttemptStarted(
                 job=self.settings.spec.job,
@@ -106,6 +116,7 @@ class Host:
                 source=record.starts_from.source,
                 cause=record.cause,
                 lr_factor=record.lr_factor,
+                skip_windows=record.skip_windows,
                 total_steps=total_steps,
                 timeline=marks,
             )

@@ -148,9 +148,9 @@ def _try_load(
     host: Host, state: TrainingState, candidate: Candidate
 ) -> tuple[dict[str, Any], dict[str, str] | None]:
     """Load a candidate; return its scalars and, when it failed, why."""
-    opened = _open_staged(host, candidate.id) if candidate.source is Source.STAGED else _open_committed(host, candidate)
+    opener = _open_staged if candidate.source is Source.STAGED else open_committed
     try:
-        with opened as (tensors, scalars):
+        with opener(host, candidate.id) as (tensors, scalars):
             state.restore(tensors, scalars["state"])
             return scalars, None
     except UsageError as error:
@@ -199,11 +199,17 @@ def _open_staged(host: Host, checkpoint_id: CheckpointId) -> Iterator[tuple[dict
 
 
 @contextmanager
-def _open_committed(host: Host, candidate: Candidate) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]]]:
-    """Give the tensors of a committed checkpoint; every byte was checked against its checksum."""
-    manifest = read_manifest(host.store, candidate.id, host.settings.spec.job)
+def open_committed(host: Host, checkpoint_id: CheckpointId) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]]]:
+    """Give the tensors of a committed checkpoint, in memory of our own; every byte was checked against its checksum.
+
+    Raises:
+        DamagedCheckpoint: a file is missing or not as it was written.
+        CheckpointError: it cannot be used.
+        OSError: the disk fails.
+    """
+    manifest = read_manifest(host.store, checkpoint_id, host.settings.spec.job)
     shards = [read_shard(host.store, manifest, rank) for rank in range(manifest.world_size)]
-    yield _tensors_of(shards), read_scalars(host.store, candidate.id)
+    yield _tensors_of(shards), read_scalars(host.store, checkpoint_id)
 
 
 def decode_scalars(scalars: bytes) -> dict[str, Any]:

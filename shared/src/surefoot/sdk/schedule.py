@@ -30,6 +30,11 @@ class SaveSchedule:
         # Without per-step snapshots any step may become a save, by time or on request, which only rank 0 knows.
         return every == 0 or step % every == 0 or self._is_save_step(step)
 
+    @property
+    def only_saves(self) -> bool:
+        """Whether a state that nobody wants to save or to start from need not be copied either."""
+        return self._spec.snapshot_every_steps == 0
+
     def _is_save_step(self, step: int) -> bool:
         every = self._spec.save_every_steps
         return step == self._total_steps or (every is not None and step % every == 0)
@@ -59,6 +64,10 @@ class SaveSchedule:
             save: A save was asked for and no buffer was free.
         """
         self._owed = self._owed or save or self._is_save_step(step)
+
+    def went_back(self) -> None:
+        """Note that training went on from an earlier step: a save that is owed is of a step that is no more."""
+        self._owed = False
 
     def saved(self, now: float) -> None:
         """Note that a state was handed over for saving."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -21,60 +21,33 @@ from surefoot import timeline
 from surefoot.checkpoint.attempts import AttemptRecord, Source
 from surefoot.checkpoint.ids import CheckpointId
 from surefoot.errors import UsageError
-from surefoot.events import StepCompleted, TimelineMark
+from surefoot.events import TimelineMark
 from surefoot.progress import Phase
 from surefoot.sdk import rng
 from surefoot.sdk.collectives import StepRecord
+from surefoot.sdk.commands import Begun, Commands, StepEnd
+from surefoot.sdk.data.device import to_device
 from surefoot.sdk.data.loader import Loader
 from surefoot.sdk.data.order import MicroBatch
 from surefoot.sdk.host import Host
 from surefoot.sdk.replication import is_replicated, set_gradient_sync
 from surefoot.sdk.schedule import SaveSchedule
 from surefoot.sdk.snapshot import Snapshots
-
-
-@dataclass
-class Counters:
-    """How far training is.
-
-    Attributes:
-        step: Global batches drawn; drives the data.
-        updates: Optimizer updates taken; drives the schedule. Less than `step` when updates were skipped.
-    """
-
-    step: int = 0
-    updates: int = 0
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What the session trains, as `attach` got it.
-
-    Attributes:
-        model: What the loop must call: wrapped in DDP where there are other ranks.
-        optimizer: Steps once per global batch.
-        lr_scheduler: Steps after each update; None: constant learning rate.
-        grad_scaler: For fp16 autocast; None otherwise.
-        max_grad_norm: Gradients are clipped to this global L2 norm; None: not clipped.
-        total_steps: The loop ends after this step; None: it goes on until something stops it.
-        tokens_per_sample: For throughput; None: not known.
-    """
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    lr_scheduler: Any
-    grad_scaler: Any
-    max_grad_norm: float | None
-    total_steps: int | None
-    tokens_per_sample: int | None
+from surefoot.sdk.step_report import report_step
+from surefoot.sdk.trained import Counters, Trained
+from surefoot.sdk.update import Updater
 
 
 class Session:
-    """One rank's part in one attempt; made by `attach`. Main thread of the rank only.
+    """One rank's part in the job; made by `attach`. Main thread of the rank only.
 
     Iterating gives micro-batches on the model's device, one at a time; each must be answered by one `step(loss)`
     before the next. Iteration ends after `total_steps`, or after the step at which the ranks agreed to stop; the
     last state is then durable.
+
+    A command of the recovery service may change what follows a step: after a roll-back `global_step` is lower,
+    `attempt` is higher, and the loop goes on with the batch that belongs there. Whatever the loop keeps of its own and
+    must go back too belongs into `attach(extra_state=...)`.
     """
 
     def __init__(
@@ -86,6 +59,7 @@ class Session:
         counters: Counters,
         loader: Loader,
         snapshots: Snapshots,
+        commands: Commands,
         seed: int,
     ) -> None:
         self._trained = trained
@@ -94,15 +68,17 @@ class Session:
         self._counters = counters
         self._loader = loader
         self._snapshots = snapshots
+        self._commands = commands
+        self._updater = Updater(trained)
         self._seed = seed
         self._schedule = SaveSchedule(host.settings.checkpoint, trained.total_steps)
         self._device = next(trained.model.parameters()).device
-        self._parameters = [p for group in trained.optimizer.param_groups for p in group["params"]]
         self._batch: MicroBatch | None = None
         self._batch_done = True
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._num_samples = 0
         self._exchanged_at = time.monotonic()
+        self._first_step: int | None = counters.step + 1
         self._stopped = False
         self._closed = False
         self._forward_seen = not is_replicated(trained.model)
@@ -116,12 +92,12 @@ class Session:
 
     @property
     def attempt(self) -> int:
-        """Number of this attempt, from 1."""
+        """Number of this attempt, from 1; grows when a command begins another one."""
         return self._record.attempt
 
     @property
     def global_step(self) -> int:
-        """Global batches completed so far; the batch in hand belongs to step `global_step + 1`."""
+        """Global batches completed; the batch in hand belongs to step `global_step + 1`. A roll-back lowers it."""
         return self._counters.step
 
     @property
@@ -167,14 +143,22 @@ class Session:
         else:
             for micro_batch, batch in self._loader:
                 self._begin(micro_batch)
-                yield _to_device(batch, self._device)
+                yield to_device(batch, self._device)
                 if not self._batch_done:
                     raise UsageError("session.step", "was not called for the last batch; call it once for each")
                 if self._is_finished() and micro_batch.is_last:
                     break
         self.close()
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Say that what runs inside is evaluation, which has a time limit of its own (`hang.eval_seconds`)."""
+        self._host.page.beat(Phase.EVAL)
+        yield
+        self._host.page.beat(Phase.STEP)
+
     def _note_forward(self, *_: Any) -> None:
+        self._host.page.beat()  # before it can wait for others: a hang is the fault of the rank that did not come here
         self._forward_seen = True
 
     def _is_finished(self) -> bool:
@@ -207,46 +191,44 @@ class Session:
             # Without DDP's forward no gradient would be averaged, and each rank would train a model of its own.
             raise UsageError("session.model", "was not called for this batch: call it, not the model given to attach")
         self._batch_done = True
-        weighted = loss * self._batch.weight
-        (weighted if self._trained.grad_scaler is None else self._trained.grad_scaler.scale(weighted)).backward()
+        self._host.page.beat()
+        self._updater.backward(loss * self._batch.weight)
         self._loss_sum += loss.detach().double() * len(self._batch)
         self._num_samples += len(self._batch)
         if self._batch.is_last:
             self._finish_step()
 
     def _finish_step(self) -> None:
-        if self._trained.grad_scaler is not None:
-            self._trained.grad_scaler.unscale_(self._trained.optimizer)
         step = self._counters.step + 1
         # One host sync: loss and gradient norm together.
-        loss_sum, grad_norm = torch.stack([self._loss_sum, self._clip().double()]).tolist()
-        records = self._exchange(step, loss_sum, grad_norm)
-        nonfinite = tuple(rank for rank, record in enumerate(records) if record.nonfinite)
-        learning_rate = self._update() if not nonfinite else self._skip_update()
+        loss_sum, grad_norm = torch.stack([self._loss_sum, self._updater.clip().double()]).tolist()
+        # Settled before the exchange: a command that comes with it counts from the next step on.
+        wants_snapshot = self._schedule.wants_snapshot(step) or self._commands.wants_snapshot
+        records = self._exchange(step, loss_sum, grad_norm, wants_snapshot=wants_snapshot)
+        self._commands.receive(int(records[0].command))
+        finite = not any(record.nonfinite for record in records)
+        factor = self._record.lr_factor_at(step)
+        learning_rate = self._updater.update(factor) if finite else self._updater.skip(factor)
         self._counters.step = step
-        self._counters.updates += not nonfinite
+        self._counters.updates += finite
         self._stopped = any(record.stop for record in records)
-        self._take_snapshot(records)
-        self._host.page.write(
-            attempt=self.attempt, step=step, start_step=self._record.starts_from.step, phase=Phase.STEP
-        )
-        if step == self._record.starts_from.step + 1:
+        end = self._take_snapshot(records, wants_snapshot=wants_snapshot)
+        self._write_page(Phase.STEP)
+        if step == self._first_step:
             self._mark_first_step()
-        if self.rank == 0:
-            self._report(records, nonfinite, grad_norm, learning_rate)
+        self._report(records, grad_norm, learning_rate)
         self._loss_sum.zero_()
         self._num_samples = 0
+        begun = self._commands.carry_out(end)
+        if begun is not None:
+            self._go_on(begun)
 
-    def _clip(self) -> Tensor:
-        maximum = self._trained.max_grad_norm
-        return torch.nn.utils.clip_grad_norm_(self._parameters, math.inf if maximum is None else maximum)
-
-    def _exchange(self, step: int, loss_sum: float, grad_norm: float) -> list[StepRecord]:
+    def _exchange(self, step: int, loss_sum: float, grad_norm: float, *, wants_snapshot: bool) -> list[StepRecord]:
         self._host.check_not_superseded()
         control = self._host.read_control()
         now = time.monotonic()
-        wants_snapshot = self._schedule.wants_snapshot(step)
         wants_save = self._schedule.wants_save(step, now, control.save_requests, stop=control.stop_requested)
+        wants_save = wants_save or self._commands.wants_save
         record = StepRecord(
             attempt=self.attempt,
             step=step,
@@ -256,6 +238,7 @@ class Session:
             # killed rank would cost all steps of the outage. What is due now is made up for when storage has caught up.
             save=wants_snapshot and wants_save and not self._snapshots.has_unwritten_save(),
             stop=control.stop_requested,
+            command=self._commands.next_number(),
             loss_sum=loss_sum,
             num_samples=self._num_samples,
             step_seconds=now - self._exchanged_at,
@@ -264,78 +247,58 @@ class Session:
         self._exchanged_at = time.monotonic()
         return records
 
-    def _update(self) -> float:
-        trained = self._trained
-        schedule_rates = [group["lr"] for group in trained.optimizer.param_groups]
-        # The factor is on only while the optimizer steps: chained schedulers read the rate back, and would
-        # otherwise apply it again at every step.
-        for group in trained.optimizer.param_groups:
-            group["lr"] = group["lr"] * self._record.lr_factor
-        learning_rate = float(trained.optimizer.param_groups[0]["lr"])
-        if trained.grad_scaler is None:
-            trained.optimizer.step()
-        else:
-            trained.grad_scaler.step(trained.optimizer)
-            trained.grad_scaler.update()
-        for group, rate in zip(trained.optimizer.param_groups, schedule_rates, strict=True):
-            group["lr"] = rate
-        if trained.lr_scheduler is not None:
-            trained.lr_scheduler.step()
-        trained.optimizer.zero_grad(set_to_none=True)
-        return learning_rate
-
-    def _skip_update(self) -> float:
-        if self._trained.grad_scaler is not None:
-            self._trained.grad_scaler.update()
-        self._trained.optimizer.zero_grad(set_to_none=True)
-        return float(self._trained.optimizer.param_groups[0]["lr"]) * self._record.lr_factor
-
-    def _take_snapshot(self, records: list[StepRecord]) -> None:
+    def _take_snapshot(self, records: list[StepRecord], *, wants_snapshot: bool) -> StepEnd:
         step = self._counters.step
         is_last = self._stopped or self._is_finished()
         save = bool(records[0].save) or is_last
+        taken = False
+        if self._schedule.only_saves and not save and not self._commands.wants_snapshot:
+            self._snapshots.give_back()
+            return StepEnd(step, self._counters.updates, has_snapshot=False, is_saved=False, is_last=False)
         if is_last:
             # The last state must not be lost for want of a buffer; this is no longer the training path.
+            self._host.page.beat(Phase.SAVE)
             self._snapshots.wait_for_buffer()
-        elif not self._schedule.wants_snapshot(step):
-            return
-        elif not all(record.can_snapshot for record in records):
-            self._schedule.missed(step, save=save)
+        if is_last or (wants_snapshot and all(record.can_snapshot for record in records)):
+            taken = self._snapshots.take(CheckpointId(self.attempt, step), self._counters.updates, persist=save)
+        elif wants_snapshot:
             self._snapshots.release(step, persist=save)
-            return
-        taken = self._snapshots.take(CheckpointId(self.attempt, step), self._counters.updates, persist=save)
         if save and taken:
             self._schedule.saved(time.monotonic())
-        else:
+        elif is_last or wants_snapshot:
             self._schedule.missed(step, save=save)
+        return StepEnd(step, self._counters.updates, has_snapshot=taken, is_saved=save and taken, is_last=is_last)
 
-    def _report(
-        self, records: list[StepRecord], nonfinite: tuple[int, ...], grad_norm: float, learning_rate: float
-    ) -> None:
+    def _go_on(self, begun: Begun) -> None:
+        """Continue as the attempt that a command began. The loop notices nothing but another batch."""
+        came_back = begun.counters.step < self._counters.step
+        self._record, self._counters = begun.record, begun.counters
+        if came_back:
+            # What was fetched ahead is of other steps; the loader's workers live on. With the present state all stays.
+            self._loader.restart(self._counters.step, self._record.skip_windows)
+            self._schedule.went_back()
+        self._exchanged_at = time.monotonic()
+
+    def _report(self, records: list[StepRecord], grad_norm: float, learning_rate: float) -> None:
         assert self._batch is not None
-        num_samples = int(sum(record.num_samples for record in records))
-        tokens = self._trained.tokens_per_sample
-        self._host.report(
-            StepCompleted(
-                job=self._host.settings.spec.job,
+        if self.rank == 0:
+            report_step(
+                self._host,
                 attempt=self.attempt,
-                rank=0,
-                step=self._counters.step,
-                updates=self._counters.updates,
-                epoch=int(self._batch.epochs[0]),
-                loss=sum(record.loss_sum for record in records) / num_samples,
+                counters=self._counters,
+                batch=self._batch,
+                records=records,
                 grad_norm=grad_norm,
                 learning_rate=learning_rate,
-                applied=not nonfinite,
-                nonfinite_ranks=nonfinite,
-                num_samples=num_samples,
-                num_tokens=None if tokens is None else tokens * num_samples,
-                step_seconds=tuple(record.step_seconds for record in records),
-                dropped_events=self._host.num_dropped_events,
+                tokens_per_sample=self._trained.tokens_per_sample,
             )
-        )
+
+    def _write_page(self, phase: Phase) -> None:
+        start_step = self._record.starts_from.step
+        self._host.page.write(attempt=self.attempt, step=self._counters.step, start_step=start_step, phase=phase)
 
     def _mark_first_step(self) -> None:
+        self._first_step = None  # once per process: a roll-back comes by there again
         timeline.mark("first_step")
         if self.rank == 0:
             self._host.report_start(
@@ -356,30 +319,10 @@ class Session:
             return
         self._closed = True
         self._loader.close()
-        self._host.page.write(
-            attempt=self.attempt,
-            step=self._counters.step,
-            start_step=self._record.starts_from.step,
-            phase=Phase.CLOSE,
-        )
+        self._write_page(Phase.CLOSE)
         # What was restored from memory is not on storage yet, unless it was on its way there.
         starts_from = self._record.starts_from
         if self._counters.step > starts_from.step or starts_from.source is Source.STAGED:
             self._snapshots.close(CheckpointId(self.attempt, self._counters.step), self._counters.updates)
         self._host.close()
-
-
-def _to_device(batch: Any, device: torch.device) -> Any:
-    """Move the tensors inside nested lists, tuples and dicts; anything else stays."""
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: _to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_to_device(value, device) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(_to_device(value, device) for value in batch)
-    return batch
-
+        self._host.page.beat(Phase.DONE)

@@ -65,7 +65,8 @@ class Snapshots:
     Args:
         state: What to copy.
         host: Where to.
-        is_on_lineage: Whether a snapshot is on the lineage of this attempt.
+        is_on_lineage: Whether a snapshot is on the lineage of this attempt; its answers follow the attempt when another
+            one begins in process, so that buffers with steps gone back over are free at once.
         restored: The snapshot that this attempt starts from when it lies in staging; it stays until there is a newer
             one that is complete on all ranks.
     """
@@ -90,6 +91,18 @@ class Snapshots:
         self._num_skipped = 0
         self._num_taken = 0
 
+    def go_on_from(self, checkpoint_id: CheckpointId) -> None:
+        """Go on in another attempt of this process; call it once the attempt is claimed and its state is in place.
+
+        Buffers stay. Between two steps none is reserved, and what is being drained keeps its lock.
+
+        Args:
+            checkpoint_id: What the attempt starts from; kept while it lies in staging, as at a start.
+        """
+        self._last = checkpoint_id
+        self._last_durable = None
+        self.prepare()
+
     def reserve(self) -> bool:
         """Take a free buffer for the step about to end; False when there is none. Never waits."""
         if not self._buffers:
@@ -104,9 +117,7 @@ class Snapshots:
 
     def release(self, step: int, *, persist: bool) -> None:
         """Give the reservation back, since some rank has no free buffer; counted and reported."""
-        if self._reserved is not None:
-            self._reserved.release()
-            self._reserved = None
+        self.give_back()
         self._num_skipped += 1
         self._host.report(
             SnapshotSkipped(
@@ -118,6 +129,12 @@ class Snapshots:
                 skipped_total=self._num_skipped,
             )
         )
+
+    def give_back(self) -> None:
+        """Give the reservation back: nobody needs a snapshot of this step."""
+        if self._reserved is not None:
+            self._reserved.release()
+            self._reserved = None
 
     def wait_for_buffer(self) -> None:
         """Reserve a buffer, waiting until an earlier save is written. Only when no step follows.

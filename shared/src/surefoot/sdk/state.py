@@ -188,6 +188,14 @@ class TrainingState:
                     rest.setdefault(name, {})[key] = flatten(f"optimizer_extra.{key}.{name}", value, tensors)
         return rest
 
+    def check(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """Compare a captured state with what it is to be loaded into; changes nothing. Arguments as of `restore`.
+
+        Raises:
+            UsageError: the checkpoint is not of this model, optimizer or set of objects; names what differs.
+        """
+        check_fits(self._expected_model(), self._others, self._expected_scalars(), tensors, scalars)
+
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Put a captured state back, in place; values are copied, never aliased.
@@ -200,7 +208,7 @@ class TrainingState:
             UsageError: the checkpoint is not of this model, optimizer or set of objects; names what differs. Nothing
                 was changed, unless it was an object of the user's that refused its state.
         """
-        check_fits(self._expected_model(), self._others, self._expected_scalars(), tensors, scalars)
+        self.check(tensors, scalars)
         model = {name.removeprefix("model."): v for name, v in tensors.items() if name.startswith("model.")}
         self._model.load_state_dict(model | _cloned(unflatten(scalars["model"], tensors)))
         self._restore_optimizer(tensors, scalars)

@@ -1,4 +1,4 @@
-"""Faults said in a sentence: `kill(rank=1).at(step=40)`.
+"""Faults said in a sentence: `kill(rank=1).at(step=40)`, `blow_up(factor=1e4).at(step=190)`.
 
 Real signals to real processes, from outside: an injector watches the ranks' progress pages and acts when the rank
 gets there.
@@ -6,11 +6,17 @@ gets there.
     with FaultInjector(folder, [kill(rank=1).at(step=40), kill(rank=0).at(step=60)]) as injector:
         ...run the job...
     assert len(injector.done) == 2
+
+What must happen inside a rank goes to it in the environment; it is not in any spec, so nobody meets it by mistake:
+
+    environment[TRAINING_FAULT_ENVIRONMENT_KEY] = str(blow_up(factor=1e4).at(step=190))
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import signal
 import threading
 import time
@@ -19,9 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from surefoot.errors import UsageError
 from surefoot.progress import Phase, Progress, ProgressReader, progress_path
 
+TRAINING_FAULT_ENVIRONMENT_KEY = "SUREFOOT_TRAINING_FAULT"
+"""A fault inside the training process, as its sentence; read by `attach` on every rank."""
+
 _POLL_SECONDS = 0.0005
+_BLOW_UP = re.compile(r"blow_up\(factor=([0-9.eE+-]+)\)\.at\(step=([0-9]+)\)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,72 @@ class Kill:
 def kill(*, rank: int, with_signal: signal.Signals = signal.SIGKILL) -> Kill:
     """Begin a sentence: send a signal to a rank."""
     return Kill(rank, with_signal)
+
+
+@dataclass(frozen=True)
+class UpdateFault:
+    """Gradients that are multiplied just before the optimizer steps, after clipping and beyond all guards.
+
+    Attributes:
+        factor: What they are multiplied by.
+        step: In which step, in a job that left out no batch.
+    """
+
+    factor: float
+    step: int
+
+    @property
+    def position(self) -> int:
+        """The batch that it comes with: a roll-back that does not leave out the batch meets it again."""
+        return self.step - 1
+
+    def __str__(self) -> str:
+        return f"blow_up(factor={self.factor!r}).at(step={self.step})"
+
+
+@dataclass(frozen=True)
+class BlowUp:
+    """The beginning of the sentence; `at` ends it."""
+
+    factor: float
+
+    def at(self, *, step: int) -> UpdateFault:
+        """Say when.
+
+        Raises:
+            UsageError: there is no such step.
+        """
+        if step < 1:
+            raise UsageError(TRAINING_FAULT_ENVIRONMENT_KEY, f"steps are counted from 1 (got {step})")
+        return UpdateFault(self.factor, step)
+
+
+def blow_up(*, factor: float) -> BlowUp:
+    """Begin a sentence: multiply the gradients of one update.
+
+    Raises:
+        UsageError: the factor is not a positive, finite number.
+    """
+    if not (math.isfinite(factor) and factor > 0):
+        raise UsageError(TRAINING_FAULT_ENVIRONMENT_KEY, f"factor must be positive and finite (got {factor})")
+    return BlowUp(factor)
+
+
+def parse_training_fault(text: str) -> UpdateFault:
+    """Return the fault that a sentence asks for, e.g. `blow_up(factor=1e4).at(step=190)`.
+
+    Raises:
+        UsageError: it is no such sentence.
+    """
+    match = _BLOW_UP.fullmatch(text)
+    try:
+        factor = float(match[1]) if match is not None else math.nan
+    except ValueError:
+        match = None
+    if match is None:
+        example = "blow_up(factor=1e4).at(step=190)"
+        raise UsageError(TRAINING_FAULT_ENVIRONMENT_KEY, f"must be a sentence such as {example} (got {text!r})")
+    return blow_up(factor=factor).at(step=int(match[2]))
 
 
 @dataclass(frozen=True)
