@@ -1,6 +1,6 @@
-"""Owns the ranks of a job on this node, and holds the built-in LLM recipe.
+"""Owns the ranks of jobs on this node: a launcher for each, and a service over them. Holds the built-in LLM recipe.
 
-Reads: the spec, the staging folder, attempt records.
-Writes: logs and events under run_dir, checkpoints under storage.
-Owns: the launcher process, the ranks and their staging folder.
+Reads: table jobs, commands for the ranks, the spec, the staging folder, attempt records, event files, output of ranks.
+Writes: tables runs and attempts, events and output of its jobs on the bus, logs and events under run_dir.
+Owns: launchers and ranks, the leases of its jobs. Checkpoints are the drain's.
 """

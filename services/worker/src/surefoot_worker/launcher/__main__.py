@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 from surefoot.errors import SurefootError
+from surefoot.processes import set_parent_death_signal
 from surefoot.spec import load_spec
-from surefoot_worker.launcher.main import launch
+from surefoot_worker.launcher.main import STARTED_BY_USER, launch
 
 
 def main() -> int:
@@ -23,10 +24,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m surefoot_worker.launcher", description=__doc__)
     parser.add_argument("spec", type=Path, help="a YAML or JSON spec")
     parser.add_argument("--from-seed", action="store_true", help="start over although the job has progress")
+    parser.add_argument("--cause", default=STARTED_BY_USER, help="why, for the attempt record")
+    parser.add_argument("--die-with", type=int, metavar="PID", help="the parent process, whose end ends this one")
     arguments = parser.parse_args()
+    if arguments.die_with is not None:
+        set_parent_death_signal(arguments.die_with)
     logging.basicConfig(stream=sys.stderr, format="surefoot: %(message)s")
     try:
-        return launch(load_spec(arguments.spec), from_seed=arguments.from_seed, inbox=_inbox)
+        spec = load_spec(arguments.spec)
+        return launch(spec, from_seed=arguments.from_seed, cause=arguments.cause, inbox=_inbox)
     except SurefootError as error:
         sys.stderr.write(f"surefoot: error: {error}\n")
         return error.exit_code

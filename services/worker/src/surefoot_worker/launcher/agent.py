@@ -11,6 +11,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server.api import (
@@ -26,14 +27,17 @@ from torch.distributed.elastic.events.api import EventSource
 from surefoot import timeline
 from surefoot.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
 from surefoot.events import JobState
+from surefoot.progress import Phase
 from surefoot_worker.launcher import failure as failures
 from surefoot_worker.launcher import policy, sweep
 from surefoot_worker.launcher.ending import JobEnded
 from surefoot_worker.launcher.failure import Failure, RankExit
+from surefoot_worker.launcher.hang import Hang, HangWatch
 from surefoot_worker.launcher.pages import Pages
 from surefoot_worker.launcher.ranks import RankProcesses, StartFailed
 from surefoot_worker.launcher.reporting import Reports
 from surefoot_worker.launcher.signals import SAVE_SIGNAL, STOP_SIGNALS, SignalInbox
+from surefoot_worker.launcher.stacks import SavedStacks, save_stacks
 from surefoot_worker.launcher.starter import RankStarter
 
 UNLIMITED_RESTARTS = 2**31 - 1
@@ -56,6 +60,9 @@ class Agent(SimpleElasticAgent):
         inbox: Signals to this process.
         reports: Where events go.
         limits: `max_restarts` and `window_seconds` for the policy.
+        cause: Why the ranks are started the first time.
+        watch: Judges silence.
+        logs: Folder for the stacks of ranks that hang.
         history: Restarts of earlier launchers in the window.
         from_seed: Asked at each start: are the ranks still to be told to start over?
     """
@@ -69,6 +76,9 @@ class Agent(SimpleElasticAgent):
         inbox: SignalInbox,
         reports: Reports,
         limits: dict[str, Any],
+        cause: str,
+        watch: HangWatch,
+        logs: Path,
         history: policy.History,
         from_seed: Callable[[], bool],
     ) -> None:
@@ -80,10 +90,13 @@ class Agent(SimpleElasticAgent):
         self._inbox = inbox
         self._reports = reports
         self._limits = limits
+        self._watch = watch
+        self._logs = logs
+        self._stacks: SavedStacks | None = None
         self._history = history
         self._from_seed = from_seed
         self._ranks: RankProcesses | None = None
-        self._cause = "started by the user"
+        self._cause = cause
         self._unreported: Failure | None = None
         self._start_problem: str | None = None
         self._num_failed_starts = 0
@@ -114,6 +127,7 @@ class Agent(SimpleElasticAgent):
             self._start_problem = str(error)
             return {}
         self._num_failed_starts = 0
+        self._watch.ranks_started()
         timeline.mark("forked")
         # Written only now: a slow disk under the event file must not hold up the ranks.
         self._report_failure()
@@ -144,6 +158,10 @@ class Agent(SimpleElasticAgent):
         if len(codes) == len(ranks.pids()):
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(codes))
         self._answer_requests()
+        hang = self._watch.look(self._pages.progress(ranks.pids()), codes, time.monotonic())
+        if hang is not None:
+            self._after_hang(hang)
+            return RunResult(state=WorkerState.FAILED)
         return RunResult(state=WorkerState.HEALTHY)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -182,8 +200,35 @@ class Agent(SimpleElasticAgent):
         exits = [RankExit(rank, code, reports[rank]) for rank, code in codes.items() if code]
         exits += [RankExit(r, report.exit_code, report) for r, report in reports.items() if report and r not in codes]
         first = failures.first_of(exits)
+        first = self._left_early(first, codes, pids) or first
         attempt, step = self._pages.attempt_and_step(first.rank, pids)
         return Failure(first.rank, pids[first.rank], first.exit_code, attempt, step, first.report)
+
+    def _left_early(self, echo: RankExit, codes: dict[int, int], pids: dict[int, int]) -> RankExit | None:
+        """Return the rank that ended with status 0 without closing its session, where the other's failure shows it."""
+        report = failures.left_early(echo.report) if echo.exit_code >= 0 and echo.report else None
+        for rank, page in self._pages.progress(pids).items():
+            if report and codes.get(rank) == 0 and page is not None and page.phase < Phase.CLOSE:
+                return RankExit(rank, 0, report)
+        return None
+
+    def _after_hang(self, hang: Hang) -> None:
+        """Save the stacks of all ranks, kill them, and judge the hang as any failure."""
+        timeline.reset()
+        timeline.mark("detect")
+        ranks = self._running()
+        pids = ranks.pids()
+        failure = Failure(
+            hang.rank, pids[hang.rank], -signal.SIGKILL, *self._pages.attempt_and_step(hang.rank, pids), hang=hang
+        )
+        log.error("%s; saving the stacks of all ranks", failure.summary())
+        running = {rank: pid for rank, pid in pids.items() if rank not in ranks.exit_codes()}
+        self._stacks = save_stacks(running, self._logs, failure.summary())
+        timeline.mark("stacks_saved")
+        ranks.kill()
+        timeline.mark("killed")
+        self._ranks_dead_ticks = sweep.now_ticks()
+        self._after_failure(failure)
 
     def _after_failure(self, failure: Failure) -> None:
         self._unreported = failure
@@ -222,7 +267,10 @@ class Agent(SimpleElasticAgent):
 
     def _report_failure(self) -> None:
         if self._unreported is not None:
-            self._reports.rank_failed(self._unreported)
+            if self._unreported.hang is not None and self._stacks is not None:
+                self._reports.rank_hung(self._unreported, self._stacks)
+            else:
+                self._reports.rank_failed(self._unreported)
             self._unreported = None
 
     def _sweep(self, pids: dict[int, int]) -> None:

@@ -18,7 +18,7 @@ from multiprocessing import util as multiprocessing_util
 from pathlib import Path
 
 from surefoot import timeline
-from surefoot.processes import set_parent_death_signal
+from surefoot.processes import allow_tracing_by, set_parent_death_signal
 from surefoot_worker.launcher.entrypoint import Entrypoint
 from surefoot_worker.launcher.failure import write_report
 from surefoot_worker.launcher.output import lossy_text, open_for_append
@@ -43,6 +43,7 @@ class RankStart:
         parent_pid: Who forks the rank: it dies when that process does.
         cause: Why this start, for the line in the logs.
         own_session: Leave the launcher's session, so that Ctrl-C in its terminal does not reach the rank.
+        launcher_pid: Who may look into the rank's memory when it hangs.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class RankStart:
     parent_pid: int
     cause: str
     own_session: bool
+    launcher_pid: int
 
 
 def run_rank(start: RankStart) -> None:
@@ -64,6 +66,7 @@ def run_rank(start: RankStart) -> None:
         SystemExit: with the program's exit code; 1 after an exception, or what the error's class says.
     """
     set_parent_death_signal(start.parent_pid)
+    allow_tracing_by(start.launcher_pid)
     timeline.reset()
     timeline.mark("entry")
     if start.own_session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 import traceback
@@ -11,9 +12,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from surefoot.errors import EXIT_FAILED, SurefootError
+
+if TYPE_CHECKING:  # ranks import this module, and have no use for that one
+    from surefoot_worker.launcher.hang import Hang
+
+LEFT_EARLY = "LeftEarly"
+"""Stands for the type of an exception where a rank ended with status 0 and the others wait for it."""
+_LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|closed by peer|broken pipe|socket", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class Failure:
         attempt: Which it trained in; None before one was claimed.
         step: Last step it completed; None when it never said.
         report: Its exception, if it had one.
+        hang: How long it stood still; None when it ended by itself.
     """
 
     rank: int
@@ -56,6 +65,7 @@ class Failure:
     attempt: int | None = None
     step: int | None = None
     report: ErrorReport | None = None
+    hang: Hang | None = None
 
     @property
     def error_type(self) -> str | None:
@@ -75,11 +85,16 @@ class Failure:
     def summary(self) -> str:
         """Say in one line what happened."""
         at = "" if self.step is None else f" after step {self.step}"
+        if self.hang is not None:
+            limit = f"no progress for {self.hang.seconds:.0f} s, allowed are {self.hang.limit_seconds:.0f} s"
+            return f"rank {self.rank} hung in phase {self.hang.phase}{at}: {limit}"
+        if self.error_type == LEFT_EARLY:
+            return f"rank {self.rank} left its loop{at} and ended, while other ranks went on"
         if self.report is not None and self.report.error_type != "SystemExit":
             first_line = self.report.error_message.partition("\n")[0]
             return f"rank {self.rank} raised {self.report.error_type}: {first_line}{at}"
         if self.exit_code < 0:
-            return f"rank {self.rank} was killed by {_signal_name(-self.exit_code)}{at}"
+            return f"rank {self.rank} was killed by {signal_name(-self.exit_code)}{at}"
         return f"rank {self.rank} exited with status {self.exit_code}{at}"
 
 
@@ -131,6 +146,18 @@ def first_of(exits: Iterable[RankExit]) -> RankExit:
     return min(exits, key=lambda ended: ended.report.monotonic_seconds if ended.report else -1.0)
 
 
+def left_early(echo: ErrorReport) -> ErrorReport | None:
+    """Return what a rank that ended with status 0 did to another one, if that one's exception looks like it.
+
+    Args:
+        echo: The exception of the other rank.
+    """
+    if not _LOST_CONNECTION.search(echo.error_message):
+        return None
+    message = "ended with status 0 while other ranks went on"
+    return ErrorReport(LEFT_EARLY, (), message, echo.traceback, 0, echo.monotonic_seconds)
+
+
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else EXIT_FAILED
@@ -143,7 +170,8 @@ def _user_frames(frames: TracebackType | None, skip_files: frozenset[str]) -> Tr
     return frames
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Return how people write a signal."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -28,10 +28,14 @@ if TYPE_CHECKING:
     from surefoot_worker.launcher.reporting import Reports
     from surefoot_worker.launcher.starter import StartMethod
 
+STARTED_BY_USER = "started by the user"
+
 log = logging.getLogger("surefoot.launcher")
 
 
-def launch(spec: JobSpec, *, from_seed: bool = False, inbox: SignalInbox | None = None) -> int:
+def launch(
+    spec: JobSpec, *, from_seed: bool = False, cause: str = STARTED_BY_USER, inbox: SignalInbox | None = None
+) -> int:
     """Run a job on this node until it ends. Only from a process's main thread, one job at a time.
 
     Prints nothing: what happens goes to the event file, to `logs/` and to the logger `surefoot.launcher`.
@@ -39,6 +43,7 @@ def launch(spec: JobSpec, *, from_seed: bool = False, inbox: SignalInbox | None 
     Args:
         spec: The job.
         from_seed: Start over although the job has progress.
+        cause: Why it is started, for the attempt record; with policy.RESTART_CAUSE_PREFIX it counts as a restart.
         inbox: Where signals have been collected since before the caller's slow imports; None: from now on.
 
     Returns:
@@ -56,7 +61,7 @@ def launch(spec: JobSpec, *, from_seed: bool = False, inbox: SignalInbox | None 
         stack.enter_context(log_file(spec.job_run_dir / "logs" / "launcher.log"))
         sink = JsonlSink(spec.events_path)
         stack.callback(sink.close)
-        return _run(_Job(spec, folder, inbox, sink), from_seed)
+        return _run(_Job(spec, folder, inbox, sink, cause), from_seed)
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class _Job:
     folder: StagingFolder
     inbox: SignalInbox
     sink: JsonlSink
+    cause: str
 
     @property
     def logs(self) -> Path:
@@ -108,6 +114,7 @@ def _make_agent(job: _Job, server: ForkServer | None, reports: Reports, from_see
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from surefoot_worker.launcher.agent import UNLIMITED_RESTARTS, Agent
+    from surefoot_worker.launcher.hang import HangWatch
     from surefoot_worker.launcher.pages import Pages
     from surefoot_worker.launcher.rendezvous import SingleNodeRendezvous
     from surefoot_worker.launcher.starter import RankStarter
@@ -132,6 +139,9 @@ def _make_agent(job: _Job, server: ForkServer | None, reports: Reports, from_see
         inbox=job.inbox,
         reports=reports,
         limits=spec.restart.model_dump(),
+        cause=job.cause,
+        watch=HangWatch(spec.hang),
+        logs=job.logs,
         history=history,
         from_seed=still_from_seed,
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from surefoot.progress import Control, ControlPage, Progress, ProgressPage, control_path, progress_path
+from surefoot.progress import Control, ControlPage, Progress, ProgressReader, control_path, progress_path
 
 
 class Pages:
@@ -20,6 +20,7 @@ class Pages:
         self._folder = folder
         self._control = ControlPage.create(control_path(folder))
         self._asked = Control()
+        self._readers: dict[int, ProgressReader] = {}
         self._control.write(self._asked)
 
     def request_stop(self) -> None:
@@ -32,11 +33,15 @@ class Pages:
 
     def any_attached(self, pids: Mapping[int, int]) -> bool:
         """Tell whether one of these ranks (pid by rank) uses the sdk: only those read requests."""
-        return any(self._progress(rank, pid) is not None for rank, pid in pids.items())
+        return any(self.progress(pids).values())
+
+    def progress(self, pids: Mapping[int, int]) -> dict[int, Progress | None]:
+        """Return where these ranks (pid by rank) are; None for one that has not attached."""
+        return {rank: self._progress(rank, pid) for rank, pid in pids.items()}
 
     def attempt_and_step(self, rank: int, pids: Mapping[int, int]) -> tuple[int | None, int | None]:
         """Return the attempt that these ranks (pid by rank) train in, and the last step that `rank` completed."""
-        pages = {r: self._progress(r, pid) for r, pid in pids.items()}
+        pages = self.progress(pids)
         attempts = [page.attempt for page in pages.values() if page is not None and page.attempt]
         own = pages[rank]
         step = own.step if own is not None and own.start_step >= 0 else None
@@ -47,10 +52,5 @@ class Pages:
         self._control.write(control)
 
     def _progress(self, rank: int, pid: int) -> Progress | None:
-        try:
-            page = ProgressPage.open(progress_path(self._folder, rank))
-        except FileNotFoundError:
-            return None
-        found = page.read()
-        page.close()
+        found = self._readers.setdefault(rank, ProgressReader(progress_path(self._folder, rank))).read()
         return found if found is not None and found.pid == pid else None  # else it is of an earlier process

@@ -92,6 +92,8 @@ def spend(history: History, *, max_restarts: int, window_seconds: float, now: fl
 
 
 def _signature(failure: Failure) -> Signature | None:
+    if failure.hang is not None:
+        return ("hang", failure.hang.phase, failure.step)
     if failure.error_type is None:
         return None  # killed by a signal: says nothing about the program
     message = failure.error_message or ""

@@ -12,10 +12,12 @@ from surefoot.events import (
     JobFinished,
     JobState,
     RankFailed,
+    RankHung,
     RanksRestarted,
     TimelineMark,
 )
 from surefoot_worker.launcher.failure import Failure
+from surefoot_worker.launcher.stacks import SavedStacks
 from surefoot_worker.launcher.starter import StartMethod
 
 log = logging.getLogger("surefoot.launcher")
@@ -51,6 +53,27 @@ class Reports:
                 error_message=failure.error_message,
                 traceback=failure.report.traceback if failure.report else None,
                 detected_seconds=detected,
+            )
+        )
+
+    def rank_hung(self, failure: Failure, stacks: SavedStacks) -> None:
+        """Report the rank that the others waited for. `monotonic_seconds` is when it was detected."""
+        hang = failure.hang
+        assert hang is not None
+        self._attempt = failure.attempt or self._attempt
+        self._emit(
+            RankHung(
+                job=self._job,
+                attempt=self._attempt,
+                rank=failure.rank,
+                monotonic_seconds=dict(timeline.marks()).get("detect", 0.0),
+                pid=failure.pid,
+                phase=hang.phase,
+                step=hang.progress.step,
+                seconds=round(hang.seconds, 3),
+                limit_seconds=hang.limit_seconds,
+                stack_file=None if stacks.problem else str(stacks.path),
+                stack_problem=stacks.problem,
             )
         )
 

@@ -104,6 +104,7 @@ class RankStarter:
             parent_pid=parent_pid,
             cause=cause,
             own_session=self._server is None,
+            launcher_pid=os.getpid(),
         )
 
     def _environment(self, group: WorkerGroup, cause: str) -> dict[str, str]:

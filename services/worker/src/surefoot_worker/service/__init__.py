@@ -1,0 +1,1 @@
+"""The worker as a service: takes jobs by lease, supervises their launchers, carries events out and commands in."""
