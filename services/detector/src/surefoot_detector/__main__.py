@@ -1,0 +1,5 @@
+import sys
+
+from surefoot_detector.main import main
+
+sys.exit(main())
