@@ -32,6 +32,34 @@ COMMANDS = [
     ["spec"],
     ["spec", "check"],
     ["demo"],
+    ["up"],
+    ["down"],
+    ["status"],
+    ["serve"],
+    ["db"],
+    ["db", "upgrade"],
+    ["doctor"],
+    ["submit"],
+    ["jobs"],
+    ["watch"],
+    ["logs"],
+    ["stop"],
+    ["save"],
+    ["rollback"],
+    ["set-lr"],
+    ["incidents"],
+    ["checkpoints", "of"],
+]
+CLIENT_COMMANDS = [
+    ["jobs"],
+    ["watch", "j"],
+    ["logs", "j"],
+    ["stop", "j"],
+    ["save", "j"],
+    ["rollback", "j"],
+    ["set-lr", "j", "0.5"],
+    ["incidents", "j"],
+    ["checkpoints", "j"],
 ]
 
 
@@ -92,6 +120,26 @@ def test_help_lists_the_commands_and_the_exit_codes(surefoot: Surefoot) -> None:
         assert word in text
 
 
+@pytest.mark.parametrize("words", CLIENT_COMMANDS, ids=" ".join)
+def test_without_a_stack_commands_that_need_one_say_what_to_do(
+    surefoot: Surefoot, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SUREFOOT_API_URL", raising=False)
+    monkeypatch.delenv("SUREFOOT_HOME", raising=False)
+    result = surefoot(*words)
+    assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
+    assert f"no stack runs in {tmp_path / '.surefoot'}" in result.err
+    assert "surefoot up" in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_address_of_the_api_must_be_one(surefoot: Surefoot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUREFOOT_API_URL", "localhost:8470")
+    result = surefoot("jobs")
+    assert (result.code, "SUREFOOT_API_URL" in result.err) == (2, True)
+
+
 def test_version(surefoot: Surefoot) -> None:
     assert surefoot("--version") == (0, f"surefoot {__version__}\n", "")
 
@@ -109,6 +157,11 @@ def test_version(surefoot: Surefoot) -> None:
         ["spec", "check", "no-such-file"],
         ["run", "no-such-file"],
         ["run", "."],
+        ["submit", "no-such-file"],
+        ["submit", "."],
+        ["watch"],
+        ["set-lr", "j"],
+        ["rollback", "j", "--to-step", "0"],
         ["demo", "--steps", "5"],
         ["demo", "--data", "no-such-folder"],
         ["demo", "--work-dir", "/proc/surefoot"],

@@ -11,20 +11,30 @@ import pytest
 from rich.console import Console
 
 from surefoot.cli.tail import EventTail, RankLogTail
-from surefoot.cli.view import JobView, ViewMode, plain_line, render, showing
+from surefoot.cli.view import JobView, ViewMode, facts, plain_line, render, showing
 from surefoot.cli.view_state import ViewState
 from surefoot.events import (
+    AnomalyDetected,
+    AnomalyKind,
     AttemptStarted,
     CheckpointCommitted,
+    CheckpointPromoted,
     CheckpointQuarantined,
+    CommandApplied,
+    CommandRefused,
     DataPrepared,
     Event,
+    IncidentChanged,
+    IncidentState,
     JobFinished,
     JobState,
+    JobStateChanged,
     JsonlSink,
     RankFailed,
+    RankHung,
     RanksRestarted,
     RestoreFellBack,
+    Severity,
     SnapshotSkipped,
     StepCompleted,
 )
@@ -57,6 +67,11 @@ def committed(number: int, at: float) -> CheckpointCommitted:
     return CheckpointCommitted(
         job="j", attempt=1, step=number, world_size=2, num_bytes=10, write_seconds=0.1, monotonic_seconds=at, ts=TS
     )
+
+
+def incident(number: int, state: IncidentState, **fields: object) -> IncidentChanged:
+    values: dict = {"kind": "spike", "severity": "critical", "reason": "z 9", "ts": TS}
+    return IncidentChanged(job="j", incident_id=number, state=state, **(values | fields))
 
 
 def state_after(*events: Event) -> ViewState:
@@ -146,6 +161,30 @@ def test_a_step_of_a_rank_that_is_gone_changes_nothing() -> None:
             ),
             "ranks start by spawn: no fork",
         ),
+        (incident(1, IncidentState.OPEN), "incident 1, spike: OPEN: z 9"),
+        (
+            incident(1, IncidentState.HEALED, action="rollback", recovery_seconds=0.5, steps_lost=9),
+            "incident 1, spike: HEALED, rollback (0.50 s, 9 steps lost): z 9",
+        ),
+        (
+            AnomalyDetected(
+                job="j", kind=AnomalyKind.SPIKE, severity=Severity.CRITICAL, onset_step=5, step=6, rule="spike",
+                loss=9.0, message="loss 9, 4 before",
+            ),
+            "critical: loss 9, 4 before",
+        ),
+        (
+            CommandApplied(job="j", number=1, command="RollBack", step=60, new_attempt=2, seconds=0.25),
+            "step 60: RollBack was applied in 0.25 s",
+        ),
+        (
+            CommandRefused(job="j", number=1, command="RollBack", step=60, reason="another attempt"),
+            "step 60: RollBack was refused: another attempt",
+        ),
+        (
+            RankHung(job="j", rank=1, pid=4, phase="step", step=9, seconds=300.4, limit_seconds=300.0),
+            "rank 1 has hung in step after step 9 for 300 s",
+        ),
         (DataPrepared(job="j", stage="tokens", detail="3 M tokens", seconds=2.04), "data: tokens: 3 M tokens (2.0 s)"),
         (
             JobFinished(job="j", state=JobState.FAILED, reason="budget spent\nTraceback ...", restarts=3),
@@ -177,6 +216,19 @@ def test_rendering_shows_every_figure() -> None:
     for part in ("2 / 100", "4.2500", "2,000 tokens/s", "0.500", "0.001", "step 2, 3 s ago", "SIGKILL", "2 ranks"):
         assert part in shown
     assert "loss 4.2500" in plain_line(state, 5.0)
+
+
+def test_incidents_the_job_s_state_and_what_is_stable_are_shown_where_services_tell_them() -> None:
+    state = state_after(
+        JobStateChanged(job="j", state=JobState.RUNNING, reason=""), incident(1, IncidentState.OPEN),
+        incident(2, IncidentState.OPEN), incident(1, IncidentState.HEALED),
+        CheckpointPromoted(job="j", step=40, cleared_through_step=60),
+    )  # fmt: skip
+    shown = dict(facts(state, 0.0))
+    assert (shown["state"], shown["stable checkpoint"]) == ("RUNNING", "step 40")
+    assert shown["incidents"] == "1 healed, 1 open"
+    assert plain_line(state, 0.0).endswith("incidents 1 healed, 1 open")
+    assert "incidents" not in dict(facts(ViewState("j"), 0.0))
 
 
 def test_rendering_before_anything_happened_and_of_hostile_text() -> None:

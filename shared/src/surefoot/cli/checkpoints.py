@@ -1,4 +1,7 @@
-"""`surefoot verify`, `surefoot checkpoints list` and `show`. They only read, also while the job runs."""
+"""`surefoot verify`, `surefoot checkpoints list` and `show`. They only read, also while the job runs.
+
+`surefoot checkpoints JOB` asks the api instead of looking into a folder.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from surefoot.checkpoint.attempts import AttemptLog
 from surefoot.checkpoint.catalog import list_committed, read_manifest, read_scalars, verify
 from surefoot.checkpoint.ids import CheckpointId, folder_name
 from surefoot.checkpoint.lineage import candidates
 from surefoot.checkpoint.store import LocalStore
+from surefoot.cli import client_jobs
 from surefoot.cli.folders import checkpoint_folder, job_folders, one_job_folder
 from surefoot.cli.output import JsonOption, mebibytes, print_json, print_table
 from surefoot.errors import EXIT_DAMAGED, DamagedCheckpoint, SurefootError, UsageError
@@ -22,7 +27,25 @@ PathArgument = Annotated[
 ]
 JobArgument = Annotated[Path, typer.Argument(metavar="PATH", help="A job folder (<storage>/<job>) or a storage root.")]
 
-group = typer.Typer(no_args_is_help=True, help="List and show the checkpoints of a job.")
+
+
+class _JobOrCommand(TyperGroup):
+    """Takes a word that is no command for the name of a job."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the words mean."""
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            args = ["of", *args]
+        return super().resolve_command(ctx, args)
+
+
+group = typer.Typer(
+    cls=_JobOrCommand,
+    no_args_is_help=True,
+    help="List and show the checkpoints of a job: `surefoot checkpoints JOB` asks the services, list and show read "
+    "a folder.",
+)
+group.command("of")(client_jobs.checkpoints)
 
 
 def register(app: typer.Typer) -> None:

@@ -1,4 +1,4 @@
-"""`surefoot demo`: train a small language model, kill a rank on the way, measure what it cost."""
+"""`surefoot demo`: the stack, a small language model, two faults on the way, and a report of what they cost."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,17 +19,26 @@ from rich.console import Console
 from rich.markup import escape
 
 from surefoot import preflight
+from surefoot.cli.client import ApiClient
+from surefoot.cli.client_stream import ApiSource
 from surefoot.cli.demo_job import DemoJob, KillError, kill_rank_on_the_way
+from surefoot.cli.demo_remote import RemoteJob
 from surefoot.cli.demo_report import DemoReport, build_report, print_report
+from surefoot.cli.demo_stack import DemoStack
 from surefoot.cli.view import ViewMode, showing
 from surefoot.entrypoint import RECIPE_MODULE
 from surefoot.errors import EXIT_FAILED, UsageError
-from surefoot.spec import load_spec, parse_spec
+from surefoot.spec import JobSpec, parse_spec
 
 JOB_NAME = "demo"
+HOME = "surefoot"
+"""Folder of the stack, in that of the demo."""
 NUM_RANKS = 2
 KILLED_RANK = 1
-KILL_AT_RATIO = 0.4
+KILL_AT_RATIO = 0.3
+BLOW_UP_AT_RATIO = 0.6
+POLICY_FILE = Path(__file__).with_name("demo_policy.yaml")
+FAULT_ENVIRONMENT_KEY = "SUREFOOT_TRAINING_FAULT"
 SAVE_EVERY_SECONDS = 5.0
 DEFAULT_WORK_DIR = Path(".surefoot/demo")
 DEFAULT_CACHE_DIR = Path(".surefoot/data")
@@ -50,23 +60,22 @@ def demo(
     work_dir: Annotated[
         Path, typer.Option("--work-dir", help="Each demo gets a folder in here; the one before is removed.")
     ] = DEFAULT_WORK_DIR,
-    steps: Annotated[int, typer.Option("--steps", min=60, help="Optimizer steps.")] = 300,
+    steps: Annotated[int, typer.Option("--steps", min=200, help="Optimizer steps.")] = 300,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Initial weights and data order.")] = 0,
     plain: Annotated[bool, typer.Option("--plain", help="Occasional lines instead of the live panel.")] = False,
 ) -> None:
-    """Train a small Llama on 2 ranks, kill one with SIGKILL on the way, and report what it cost.
+    """Start the services, submit a small Llama on 2 ranks, break it twice, and report how it healed.
 
-    Exit status 0 only if all of it happened: training went on, the loss fell by at least 2.5 nats, and every
-    checkpoint that was kept is good.
+    First a rank is killed with SIGKILL; later one update is blown up: its gradients are multiplied by 1e4 after
+    clipping. Exit status 0 only if both incidents were healed, the job finished, the loss fell by at least 2.5 nats,
+    every checkpoint that was kept is good and nothing is left behind.
     """
     console = Console()
     _refuse_bad_input(demo_spec(data, work_dir, _cache_dir(work_dir), steps, seed), work_dir, json_file)
     with _termination_as_interrupt(), _run_folder(work_dir.absolute()) as folder:
-        spec_file = folder / "spec.yaml"
         document = demo_spec(data, folder, _cache_dir(work_dir), steps, seed)
-        spec_file.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
-        console.print(f"surefoot run {spec_file}", highlight=False, markup=False)
-        report = _run(spec_file, steps, console, ViewMode.PLAIN if plain else ViewMode.LIVE)
+        (folder / "spec.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+        report = _run(folder, parse_spec(document), console, ViewMode.PLAIN if plain else ViewMode.LIVE)
     print_report(report, console)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
@@ -105,26 +114,43 @@ def demo_spec(data: Path | None, folder: Path, cache_dir: Path, steps: int, seed
         "job": JOB_NAME,
         "entrypoint": f"-m {RECIPE_MODULE}",
         "nproc_per_node": NUM_RANKS,
-        "storage": str(folder.absolute() / "checkpoints"),
-        "run_dir": str(folder.absolute() / "run"),
+        "storage": str(folder.absolute() / HOME / "checkpoints"),
+        "run_dir": str(folder.absolute() / HOME / "run" / "jobs"),
         "seed": seed,
+        "env": {FAULT_ENVIRONMENT_KEY: f"blow_up(factor=1e4).at(step={int(steps * BLOW_UP_AT_RATIO)})"},
         "checkpoint": {"save_every_seconds": SAVE_EVERY_SECONDS},
+        "policy": yaml.safe_load(POLICY_FILE.read_text(encoding="utf-8")),
         "recipe": recipe,
     }
 
 
-def _run(spec_file: Path, steps: int, console: Console, mode: ViewMode) -> DemoReport:
-    spec = load_spec(spec_file)
-    kill, problem = None, None
-    with DemoJob(spec_file, spec) as job, showing(spec, console, mode):
-        try:
-            kill = kill_rank_on_the_way(
-                job, KILLED_RANK, at_step=int(steps * KILL_AT_RATIO), say=lambda text: _say(console, text)
-            )
-            job.wait()
-        except KillError as error:  # nothing to wait for: leaving the block ends the job
-            problem = str(error)
-    return build_report(job, steps, kill, problem)
+def _run(folder: Path, spec: JobSpec, console: Console, mode: ViewMode) -> DemoReport:
+    kill, problem, incidents = None, None, []
+    steps = spec.recipe_or_defaults.steps
+    say = partial(_say, console)
+    with DemoStack(folder / HOME) as stack:
+        say("starting the services: surefoot up")
+        running = stack.wait_until_ready()
+        say(f"api {running.urls['api']}, live page {running.urls['gateway']}")
+        with ApiClient(running.urls["api"], running.token) as api:
+            remote = RemoteJob(api, spec.job)
+            job = DemoJob(spec, remote.end_reason)
+            api.post("jobs", body={"spec": spec.model_dump(mode="json", exclude_unset=True)})
+            say(f"submitted job {spec.job}; the same by hand: surefoot submit {folder / 'spec.yaml'}")
+            source = ApiSource(api, spec.job, "0")
+            with showing(spec, console, mode, source), closing(source):
+                try:
+                    kill = kill_rank_on_the_way(job, KILLED_RANK, at_step=int(steps * KILL_AT_RATIO), say=say)
+                    remote.follow(say)
+                except KillError as error:  # nothing to wait for: leaving the block ends the job
+                    problem = str(error)
+            incidents, outcome = remote.incidents(), remote.outcome()
+        say("stopping the services: surefoot down")
+        stack.down()
+    leftovers = [*stack.leftovers, *job.sweep()]
+    return build_report(
+        spec, stack, outcome=outcome, kill=kill, problem=problem, incidents=incidents, leftovers=leftovers
+    )
 
 
 def _say(console: Console, text: str) -> None:

@@ -1,29 +1,22 @@
-"""The demo's job as a real process, and the kill. The demo sees only what any other process could see."""
+"""The demo's job as any other process can see it, and the kill."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 
 from surefoot.checkpoint.staging_folder import staging_folder_path
 from surefoot.cli.tail import EventTail
 from surefoot.errors import SurefootError
 from surefoot.events import CheckpointCommitted, Event
-from surefoot.processes import find_job_processes, kill_job_processes, set_parent_death_signal
+from surefoot.processes import find_job_processes, kill_job_processes
 from surefoot.progress import Progress, ProgressPage, progress_path
 from surefoot.spec import JobSpec
 
-JOB_LIMIT_SECONDS = 1800.0
-STOP_SECONDS = 20.0
 DRAIN_SECONDS = 30.0
 RECOVERY_LIMIT_SECONDS = 60.0
 POLL_SECONDS = 0.05
@@ -33,11 +26,6 @@ FAST_POLL_SECONDS = 0.001
 
 class KillError(SurefootError):
     """The kill could not be made or training did not go on after it; the message says why."""
-
-
-def run_command(spec_file: Path) -> list[str]:
-    """Return the command that runs the job, as a user would type it."""
-    return [sys.executable, "-m", "surefoot.cli.main", "run", str(spec_file), "--quiet"]
 
 
 @dataclass(frozen=True)
@@ -67,64 +55,18 @@ class Kill:
 
 
 class DemoJob:
-    """`surefoot run SPEC --quiet` as a child in a session of its own, so that Ctrl-C reaches only the demo.
+    """What can be seen of a job on its own host. Make it before the job starts.
 
-    Leaving the `with` block ends every process of the job and removes its staging folder, whatever happened.
+    Args:
+        spec: Of the job.
+        end_reason: Asked while waiting: why the job has ended, None while it has not.
     """
 
-    def __init__(self, spec_file: Path, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, end_reason: Callable[[], str | None]) -> None:
         self.spec = spec
-        self.log_path = spec_file.with_name("output.log")
+        self.end_reason = end_reason
         self.staging_folder = staging_folder_path(spec.checkpoint.staging_dir, spec.job, spec.storage.absolute())
         self.events = EventTail(spec.events_path)
-        self.leftovers: list[str] = []
-        """What the job itself did not clean up by the end of the `with` block; the block did."""
-        self._deadline = time.monotonic() + JOB_LIMIT_SECONDS
-        self._command = run_command(spec_file)
-
-    def __enter__(self) -> DemoJob:
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=set_parent_death_signal,  # noqa: PLW1509  the view's thread is not started yet
-            )
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        try:
-            if self._process.poll() is None:
-                self._process.terminate()  # it saves, stops its ranks and leaves
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(STOP_SECONDS)
-            self.wait_for_drain()
-        finally:
-            self._sweep()
-
-    @property
-    def exit_code(self) -> int | None:
-        """Exit code of `surefoot run`, None while it runs."""
-        return self._process.poll()
-
-    @property
-    def seconds_left(self) -> float:
-        """Until the demo gives up on the job."""
-        return max(0.0, self._deadline - time.monotonic())
-
-    def wait(self) -> None:
-        """Wait for the job to end, as long as the demo has patience."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(self.seconds_left)
-
-    def wait_for_drain(self) -> bool:
-        """Wait until the drain wrote what was staged and removed the staging folder; say whether it did."""
-        deadline = time.monotonic() + DRAIN_SECONDS
-        while self.staging_folder.exists() and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        return not self.staging_folder.exists()
 
     def progress(self) -> list[Progress]:
         """Return where each rank is; fewer than all ranks while they start."""
@@ -141,15 +83,17 @@ class DemoJob:
         finally:
             page.close()
 
-    def _sweep(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        self.leftovers = [f"process {pid}" for pid in find_job_processes(self.staging_folder.name)]
+    def sweep(self) -> list[str]:
+        """End and remove what is left of an ended job; return what that was. The drain gets time to finish first."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self.staging_folder.exists() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        leftovers = [f"process {pid}" for pid in find_job_processes(self.staging_folder.name)]
         if self.staging_folder.exists():
-            self.leftovers.append(str(self.staging_folder))
+            leftovers.append(str(self.staging_folder))
         kill_job_processes(self.staging_folder.name)
         shutil.rmtree(self.staging_folder, ignore_errors=True)
+        return leftovers
 
 
 def kill_rank_on_the_way(job: DemoJob, rank: int, *, at_step: int, say: Callable[[str], None]) -> Kill:
@@ -176,14 +120,14 @@ def kill_rank_on_the_way(job: DemoJob, rank: int, *, at_step: int, say: Callable
 
 def _wait_for_the_moment(job: DemoJob, rank: int, at_step: int) -> Progress:
     events: list[Event] = []
-    while job.exit_code is None and job.seconds_left:
+    while (ended := job.end_reason()) is None:
         events += job.events.poll()
         durable = any(isinstance(event, CheckpointCommitted) for event in events)
         pages = job.progress()
         if durable and len(pages) == job.spec.nproc_per_node and min(page.step for page in pages) >= at_step:
             return pages[rank]
         time.sleep(POLL_SECONDS)
-    raise KillError(f"the job ended (status {job.exit_code}) before step {at_step} and a durable checkpoint")
+    raise KillError(f"the job ended ({ended}) before step {at_step} and a durable checkpoint")
 
 
 def _wait_for_recovery(job: DemoJob, old_attempt: int, killed_at: float) -> int:
@@ -192,9 +136,10 @@ def _wait_for_recovery(job: DemoJob, old_attempt: int, killed_at: float) -> int:
         pages = job.progress()
         if len(pages) == job.spec.nproc_per_node and all(_completed_a_step(page, old_attempt) for page in pages):
             return min(page.start_step for page in pages)
-        if job.exit_code is not None:
-            raise KillError(f"the job ended (status {job.exit_code}) after the kill")
         time.sleep(FAST_POLL_SECONDS)
+    ended = job.end_reason()
+    if ended is not None:
+        raise KillError(f"the job ended ({ended}) after the kill")
     raise KillError(f"training did not go on within {RECOVERY_LIMIT_SECONDS:.0f} s of the kill")
 
 

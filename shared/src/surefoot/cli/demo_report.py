@@ -1,10 +1,11 @@
-"""What the demo found, checked line by line. Everything but the kill comes from what the job left on disk."""
+"""What the demo found, checked line by line: by what the job left on disk, and by the incidents the API tells of."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,9 +14,11 @@ from surefoot.checkpoint.attempts import AttemptLog, AttemptRecord, Source
 from surefoot.checkpoint.catalog import list_committed
 from surefoot.checkpoint.store import LocalStore
 from surefoot.cli.checkpoints import Verdict, verify_job
-from surefoot.cli.demo_job import DemoJob, Kill
+from surefoot.cli.demo_job import Kill
+from surefoot.cli.demo_stack import DemoStack
 from surefoot.cli.output import mebibytes
-from surefoot.events import CheckpointCommitted, Event, StepCompleted, read_events
+from surefoot.events import AnomalyKind, CheckpointCommitted, Event, IncidentState, JobState, StepCompleted, read_events
+from surefoot.spec import JobSpec
 
 NUM_LAST_STEPS = 20
 NATS_WANTED = 2.5
@@ -51,6 +54,8 @@ class DemoReport:
 
     checks: tuple[Check, ...]
     kill: Kill | None
+    incidents: tuple[dict[str, Any], ...]
+    """As the API gives them, with their actions, oldest first."""
     losses: Losses | None
     num_committed: int
     """Checkpoints that became durable, by events."""
@@ -72,6 +77,7 @@ class DemoReport:
             "passed": self.passed,
             "checks": [asdict(check) for check in self.checks],
             "kill": None if kill is None else asdict(kill) | {"steps_lost": kill.steps_lost},
+            "incidents": list(self.incidents),
             "losses": None if losses is None else asdict(losses) | {"nats_below_first": losses.nats_below_first},
             "num_checkpoints_committed": self.num_committed,
             "checkpoints": [asdict(verdict) for verdict in self.verdicts],
@@ -82,16 +88,27 @@ class DemoReport:
         return json.dumps(document, indent=2) + "\n"
 
 
-def build_report(job: DemoJob, steps: int, kill: Kill | None, problem: str | None) -> DemoReport:
+def build_report(
+    spec: JobSpec,
+    stack: DemoStack,
+    *,
+    outcome: dict[str, Any],
+    kill: Kill | None,
+    problem: str | None,
+    incidents: list[dict[str, Any]],
+    leftovers: list[str],
+) -> DemoReport:
     """Read what an ended job left and check it. Reads every byte of its checkpoints.
 
     Args:
-        job: The process, ended.
-        steps: Optimizer steps it should have done.
+        spec: Of the job.
+        stack: The services, stopped.
+        outcome: The job as the API told of it last.
         kill: What the kill cost, None when it failed.
         problem: Why it failed.
+        incidents: As the API gave them, oldest first.
+        leftovers: What was still there when everything had stopped.
     """
-    spec = job.spec
     folder = spec.storage / spec.job
     store = LocalStore(folder)
     events, _ = read_events(spec.events_path)
@@ -99,22 +116,25 @@ def build_report(job: DemoJob, steps: int, kill: Kill | None, problem: str | Non
     attempts = tuple(AttemptLog(store).read_all().values())
     losses = losses_of(events)
     checks = (
-        _check_finished(job.exit_code, losses, steps),
+        _check_finished(outcome, losses, spec.recipe_or_defaults.steps),
         _check_kill(kill, problem, attempts),
+        _check_incident("the killed rank was healed", "rank_failure", "restart", incidents),
+        _check_incident("the blown-up update was healed", None, "rollback", incidents),
         _check_losses(losses),
         _check_checkpoints(verdicts),
-        _check_leftovers(job.leftovers),
+        _check_leftovers(leftovers, stack.exit_code),
     )
     return DemoReport(
         checks=checks,
         kill=kill,
+        incidents=tuple(incidents),
         losses=losses,
         num_committed=sum(isinstance(event, CheckpointCommitted) for event in events),
         verdicts=tuple(verdicts),
         attempts=attempts,
         tokens_per_second=tokens_per_second(events),
-        work_dir=str(spec.storage.parent),
-        log_path=str(job.log_path),
+        work_dir=str(stack.home.parent),
+        log_path=str(stack.log_path),
     )
 
 
@@ -144,12 +164,35 @@ def print_report(report: DemoReport, console: Console) -> None:
     console.rule("report")
     for label, value in _figures(report):
         console.print(f"{label:<38} {value}", highlight=False, markup=False, soft_wrap=True)
+    for incident in report.incidents:
+        _print_incident(incident, console)
     for check in report.checks:
         word = "[green]PASS[/green]" if check.passed else "[bold red]FAIL[/bold red]"
         console.print(f"{word}  {escape(check.name)}: {escape(check.detail)}", highlight=False, soft_wrap=True)
-    lines = Path(report.log_path).read_text(errors="replace").splitlines()[-30:]
-    if lines and not report.passed:
-        console.print(f"last lines of {report.log_path}:", *lines, sep="\n", highlight=False, markup=False)
+    log = Path(report.log_path)
+    if not report.passed and log.exists():
+        lines = log.read_text(errors="replace").splitlines()[-30:]
+        console.print(f"last lines of {log}:", *lines, sep="\n", highlight=False, markup=False)
+
+
+def _print_incident(incident: dict[str, Any], console: Console) -> None:
+    """Print what was seen, the numbers, what was done and why, what it cost, and how it ended."""
+    actions = [f"{action['kind']} ({action['state']}): {action['reason']}" for action in incident["actions"]]
+    lines = [
+        ("seen", incident["cause"]),
+        ("done", "; ".join(actions) or "nothing"),
+        ("next completed step after", _cost(incident["recovery_seconds"], "{:.3f} s")),
+        ("steps lost", _cost(incident["steps_lost"], "{}")),
+        ("outcome", f"{incident['state']}. {incident['outcome']}"),
+    ]
+    title = f"incident {incident['id']}: {incident['kind']}, {incident['severity']}, from step {incident['onset_step']}"
+    console.print(title, style="bold", highlight=False, markup=False)
+    for label, text in lines:
+        console.print(f"  {label:<26} {' '.join(text.split())}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _cost(value: float | None, form: str) -> str:
+    return "not known" if value is None else form.format(value)
 
 
 def _figures(report: DemoReport) -> list[tuple[str, str]]:
@@ -177,11 +220,23 @@ def _attempt_text(record: AttemptRecord) -> str:
     return f"from step {start.step} ({start.source}), {record.world_size} ranks: {record.cause}"
 
 
-def _check_finished(exit_code: int | None, losses: Losses | None, steps: int) -> Check:
+def _check_finished(outcome: dict[str, Any], losses: Losses | None, steps: int) -> Check:
     done = losses.num_steps if losses else 0
-    # Events of the steps just before the kill can die with rank 0; the exit status is the job's own word.
-    detail = f"exit status {exit_code}, {done} of {steps} steps seen"
-    return Check("the job finished", exit_code == 0 and done > 0, detail)
+    # Events of the steps just before the kill can die with rank 0; the state is the job's own word.
+    detail = f"{outcome['state']}, {done} of {steps} steps seen"
+    return Check("the job finished", outcome["state"] == JobState.SUCCEEDED and done > 0, detail)
+
+
+def _check_incident(name: str, kind: str | None, action: str, incidents: list[dict[str, Any]]) -> Check:
+    """Check that there is an incident of that kind (None: any anomaly), healed by that action."""
+    kinds = {kind} if kind else set(AnomalyKind)
+    found = [row for row in incidents if row["kind"] in kinds and action in {a["kind"] for a in row["actions"]}]
+    if not found:
+        return Check(name, False, f"no incident of that kind was answered with {action}")
+    bad = [row for row in found if row["state"] != IncidentState.HEALED]
+    shown = (bad or found)[-1]
+    after = _cost(shown["recovery_seconds"], "{:.3f} s to the next step")
+    return Check(name, not bad, f"incident {shown['id']} ({shown['kind']}) {shown['state']}; {after}")
 
 
 def _check_kill(kill: Kill | None, problem: str | None, attempts: tuple[AttemptRecord, ...]) -> Check:
@@ -210,6 +265,8 @@ def _check_checkpoints(verdicts: list[Verdict]) -> Check:
     return Check("every kept checkpoint is good", bool(verdicts) and not damaged, detail)
 
 
-def _check_leftovers(leftovers: list[str]) -> Check:
-    detail = ", ".join(leftovers) or "no process of the job, no staging memory"
-    return Check("nothing left behind", not leftovers, detail)
+def _check_leftovers(leftovers: list[str], exit_code: int | None) -> Check:
+    detail = ", ".join(leftovers) or "no process, no staging memory"
+    if exit_code != 0:
+        detail = f"{detail}; the services stopped with exit status {exit_code}"
+    return Check("nothing left behind", not leftovers and exit_code == 0, detail)

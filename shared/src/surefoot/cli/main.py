@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from surefoot import __version__
-from surefoot.cli import checkpoints, demo, jobs
+from surefoot.cli import checkpoints, client_jobs, client_watch, jobs, stack
 from surefoot.errors import EXIT_FAILED, SurefootError, UsageError
 
 PLUGIN_GROUP = "surefoot.commands"
@@ -55,7 +55,9 @@ app = typer.Typer(
 )
 checkpoints.register(app)
 jobs.register(app)
-app.command("demo", epilog=EXIT_CODES)(demo.demo)
+stack.register(app, EXIT_CODES)
+client_jobs.register(app, EXIT_CODES)
+client_watch.register(app, EXIT_CODES)
 
 
 def main() -> NoReturn:

@@ -1,15 +1,18 @@
 """The live progress view: a rich panel on a terminal, an occasional plain line elsewhere.
 
-It only reads files that the job writes anyway, so the job does not know it is watched and never waits for it.
+It only reads what the job writes anyway (its files, or the api's streams), so the job does not know it is watched and
+never waits for it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -21,6 +24,7 @@ from rich.text import Text
 
 from surefoot.cli.tail import EventTail, RankLogTail
 from surefoot.cli.view_state import Note, ViewState
+from surefoot.events import Event
 from surefoot.spec import JobSpec
 
 POLL_SECONDS = 0.25
@@ -37,18 +41,50 @@ class ViewMode(Enum):
     QUIET = "quiet"
 
 
-class JobView:
-    """Follows one job and shows it. Used from one thread at a time.
+class Source(Protocol):
+    """Where a view learns what happens. One thread."""
+
+    def events(self) -> list[Event]:
+        """Return what happened since the last call; never waits."""
+
+    def lines(self) -> list[tuple[int, str]]:
+        """Return (rank, line) of what the ranks wrote since the last call; never waits."""
+
+
+class FileSource:
+    """The files of a job on this machine.
 
     Make it before the job starts: what its files hold by then belongs to earlier runs and is not shown.
     """
 
-    def __init__(self, spec: JobSpec, console: Console, mode: ViewMode) -> None:
+    def __init__(self, spec: JobSpec) -> None:
+        self._events = EventTail(spec.events_path)
+        self._logs = RankLogTail(spec.job_run_dir / "logs")
+
+    def events(self) -> list[Event]:
+        """Return what was appended; see `Source`."""
+        return self._events.poll()
+
+    def lines(self) -> list[tuple[int, str]]:
+        """Return what was appended; see `Source`."""
+        return self._logs.poll()
+
+
+class JobView:
+    """Follows one job and shows it. Used from one thread at a time.
+
+    Args:
+        spec: Of the job.
+        console: Where to show it.
+        mode: How much.
+        source: Where to learn about it; None: its files, from now on.
+    """
+
+    def __init__(self, spec: JobSpec, console: Console, mode: ViewMode, source: Source | None = None) -> None:
         self.state = ViewState(spec.job, total_steps=spec.recipe.steps if spec.recipe else None)
         self._console = console
         self._live = mode is ViewMode.LIVE and console.is_terminal
-        self._events = EventTail(spec.events_path)
-        self._logs = RankLogTail(spec.job_run_dir / "logs")
+        self._source = source or FileSource(spec)
         self._notes_shown = 0
         self._last_line_seconds = time.monotonic()
 
@@ -71,11 +107,11 @@ class JobView:
                 self._print_plain(final=stopping)
 
     def _take_in(self) -> None:
-        for rank, line in self._logs.poll():
+        for rank, line in self._source.lines():
             self._console.print(
                 f"[dim]{escape(f'[rank {rank}]')}[/dim] {escape(line)}", highlight=False, soft_wrap=True
             )
-        for event in self._events.poll():
+        for event in self._source.events():
             self.state.apply(event)
 
     def _print_plain(self, *, final: bool) -> None:
@@ -94,13 +130,13 @@ class JobView:
 
 
 @contextmanager
-def showing(spec: JobSpec, console: Console, mode: ViewMode) -> Iterator[None]:
+def showing(spec: JobSpec, console: Console, mode: ViewMode, source: Source | None = None) -> Iterator[None]:
     """Show the job from a background thread while the body runs; leave the main thread to the body."""
     if mode is ViewMode.QUIET:
         yield
         return
     stop = threading.Event()
-    view = JobView(spec, console, mode)
+    view = JobView(spec, console, mode, source)
     thread = threading.Thread(target=view.follow, args=(stop,), name="surefoot-view", daemon=True)
     thread.start()
     try:
@@ -128,7 +164,7 @@ def facts(state: ViewState, now_monotonic: float) -> list[tuple[str, str]]:
     rate = state.throughput()
     counts = f"{_counted(state.restarts, 'restart')}, {_counted(state.world_size, 'rank')}"
     preparing = state.prepared.stage if state.prepared else "starting"
-    return [
+    rows = [
         (
             "step",
             f"{state.step} / {state.total_steps or '?'}" if state.loss is not None else f"{preparing} ...",
@@ -140,16 +176,29 @@ def facts(state: ViewState, now_monotonic: float) -> list[tuple[str, str]]:
         ("last durable checkpoint", _checkpoint_text(state, now_monotonic)),
         ("attempt", f"{state.attempt or '-'}  ({counts})"),
     ]
+    if state.job_state is not None:
+        rows.insert(0, ("state", str(state.job_state)))
+    if state.stable_step is not None:
+        rows.append(("stable checkpoint", f"step {state.stable_step}"))
+    if state.incidents:
+        rows.append(("incidents", _incidents_text(state)))
+    return rows
 
 
 def plain_line(state: ViewState, now_monotonic: float) -> str:
     """Return one line for a log."""
     values = dict(facts(state, now_monotonic))
+    incidents = f"  incidents {values['incidents']}" if state.incidents else ""
     return (
         f"step {values['step']}  loss {values['loss']}  {values['throughput']}  "
         f"grad norm {values['gradient norm']}  lr {values['learning rate']}  "
-        f"checkpoint {values['last durable checkpoint']}  attempt {values['attempt']}"
+        f"checkpoint {values['last durable checkpoint']}  attempt {values['attempt']}{incidents}"
     )
+
+
+def _incidents_text(state: ViewState) -> str:
+    counts = Counter(incident.state.lower() for incident in state.incidents.values())
+    return ", ".join(f"{number} {name}" for name, number in sorted(counts.items()))
 
 
 def _counted(number: int | None, noun: str) -> str:

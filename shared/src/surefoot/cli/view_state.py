@@ -13,14 +13,22 @@ from datetime import datetime
 from typing import Any
 
 from surefoot.events import (
+    AnomalyDetected,
     AttemptStarted,
     CheckpointCommitted,
+    CheckpointPromoted,
     CheckpointQuarantined,
+    CommandApplied,
+    CommandRefused,
     DataPrepared,
     Event,
+    IncidentChanged,
+    IncidentState,
     JobFinished,
     JobState,
+    JobStateChanged,
     RankFailed,
+    RankHung,
     RanksRestarted,
     RestoreFellBack,
     SnapshotSkipped,
@@ -29,6 +37,7 @@ from surefoot.events import (
 
 RATE_WINDOW_STEPS = 20
 NUM_NOTES_KEPT = 100
+NUM_INCIDENTS_KEPT = 1000
 SOURCE_WORDS = {"SEED": "the seed", "STAGED": "the memory snapshot", "COMMITTED": "the checkpoint"}
 
 
@@ -68,6 +77,12 @@ class ViewState:
     recovery_seconds: float | None = None
     """From noticing the last failure to the next completed step."""
     skipped_saves: int = 0
+    job_state: JobState | None = None
+    """As the worker service says; None where there is none."""
+    stable_step: int | None = None
+    """Of the checkpoint that was promoted last."""
+    incidents: dict[int, IncidentChanged] = field(default_factory=dict)
+    """What was last said of each."""
     notes: deque[Note] = field(default_factory=lambda: deque(maxlen=NUM_NOTES_KEPT))
     num_notes: int = 0
     """Notes ever made; a reader that remembers it knows which ones are new."""
@@ -180,6 +195,46 @@ def _prepared(state: ViewState, event: DataPrepared) -> None:
     state.note(event, f"data: {event.stage}: {event.detail} ({event.seconds:.1f} s)")
 
 
+def _state_changed(state: ViewState, event: JobStateChanged) -> None:
+    state.job_state = event.state
+
+
+def _promoted(state: ViewState, event: CheckpointPromoted) -> None:
+    state.stable_step = event.step
+
+
+def _anomaly(state: ViewState, event: AnomalyDetected) -> None:
+    state.note(event, f"{event.severity}: {event.message}", "bad" if event.severity == "critical" else "plain")
+
+
+def _incident(state: ViewState, event: IncidentChanged) -> None:
+    state.incidents[event.incident_id] = event
+    if len(state.incidents) > NUM_INCIDENTS_KEPT:
+        del state.incidents[min(state.incidents)]
+    numbers = []
+    if event.recovery_seconds is not None:
+        numbers.append(f"{event.recovery_seconds:.2f} s")
+    if event.steps_lost is not None:
+        numbers.append(f"{event.steps_lost} steps lost")
+    what = f"incident {event.incident_id}, {event.kind}: {event.state}{', ' + event.action if event.action else ''}"
+    what += f" ({', '.join(numbers)})" if numbers else ""
+    good = event.state in (IncidentState.RESUMED, IncidentState.HEALED)
+    state.note(event, f"{what}: {event.reason}", "good" if good else "bad")
+
+
+def _applied(state: ViewState, event: CommandApplied) -> None:
+    state.note(event, f"step {event.step}: {event.command} was applied in {event.seconds:.2f} s", "good")
+
+
+def _refused(state: ViewState, event: CommandRefused) -> None:
+    state.note(event, f"step {event.step}: {event.command} was refused: {event.reason}", "bad")
+
+
+def _hung(state: ViewState, event: RankHung) -> None:
+    where = f"in {event.phase} after step {event.step}"
+    state.note(event, f"rank {event.rank} has hung {where} for {event.seconds:.0f} s", "bad")
+
+
 def _finished(state: ViewState, event: JobFinished) -> None:
     state.finished = event
     style = {JobState.SUCCEEDED: "good", JobState.FAILED: "bad"}.get(event.state, "plain")
@@ -197,6 +252,13 @@ HANDLERS: dict[type[Event], Callable[[ViewState, Any], None]] = {
     SnapshotSkipped: _skipped,
     DataPrepared: _prepared,
     JobFinished: _finished,
+    JobStateChanged: _state_changed,
+    CheckpointPromoted: _promoted,
+    AnomalyDetected: _anomaly,
+    IncidentChanged: _incident,
+    CommandApplied: _applied,
+    CommandRefused: _refused,
+    RankHung: _hung,
 }
 
 

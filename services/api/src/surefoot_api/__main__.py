@@ -1,0 +1,5 @@
+import sys
+
+from surefoot_api.main import main
+
+sys.exit(main())

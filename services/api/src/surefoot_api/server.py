@@ -1,0 +1,102 @@
+"""The HTTP server in a thread of its own; the main thread keeps the service's health and its signals."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import ipaddress
+import socket
+import threading
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+
+from surefoot.errors import SurefootError
+
+GRACE_SECONDS = 3.0
+"""Requests that are still running are cut off after this; streams end by themselves within a second."""
+JOIN_SECONDS = 8.0
+ANSWER_SECONDS = 3.0
+MAX_SILENT_CHECKS = 3
+
+log = structlog.get_logger(__name__)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        SurefootError: the address or the port cannot be had; names it.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host.strip("[]"), port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        where = f"port {port} of {host}"
+        if error.errno == errno.EADDRINUSE:
+            raise SurefootError(f"{where} is in use by another process; set SUREFOOT_API_PORT to another one") from None
+        raise SurefootError(f"cannot listen on {where}: {error.strerror or error}") from None
+    return listener
+
+
+class Server:
+    """Serves an application on a socket until it is stopped. Main thread only.
+
+    Args:
+        app: The application.
+        listener: Its socket; closed at the end.
+    """
+
+    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+        host, self.port = listener.getsockname()[:2]
+        # Whoever listens on every address is reached on loopback.
+        self._probe_host = "127.0.0.1" if ipaddress.ip_address(host).is_unspecified else host
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=int(GRACE_SECONDS),
+        )
+        self._server = uvicorn.Server(config)
+        self._num_silent = 0
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [listener]}, name="surefoot-http", daemon=True
+        )
+        self._thread.start()
+
+    def check(self) -> None:
+        """Ask it something.
+
+        Raises:
+            SurefootError: it has not answered several times running; nothing but a new process helps.
+        """
+        problem = self._problem()
+        self._num_silent = 0 if problem is None else self._num_silent + 1
+        if problem is not None:
+            log.warning("the HTTP server does not answer", error=problem, port=self.port)
+        if self._num_silent >= MAX_SILENT_CHECKS or not self._thread.is_alive():
+            raise SurefootError(f"the HTTP server on port {self.port} does not answer any more: {problem}")
+
+    def _problem(self) -> str | None:
+        connection = http.client.HTTPConnection(self._probe_host, self.port, timeout=ANSWER_SECONDS)
+        try:
+            connection.request("GET", "/healthz")
+            connection.getresponse().read()
+        except (OSError, http.client.HTTPException) as error:
+            return repr(error)
+        finally:
+            connection.close()
+        return None
+
+    def stop(self) -> None:
+        """Let running requests finish, for a while, and end."""
+        self._server.should_exit = True
+        self._thread.join(JOIN_SECONDS)
