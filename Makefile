@@ -9,6 +9,8 @@ VENV ?= .venv
 TORCH_INDEX ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
+# Most of a test is the start of a job: imports, which wait for each other.
+TEST_PROCESSES ?= 3
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -44,7 +46,7 @@ demo: $(STAMP) ## Start the services, train a small language model, break it twi
 
 .PHONY: test
 test: $(STAMP) ## Run the tests (under 10 minutes on 2 cores; TEST_ARGS='-k lineage')
-	$(BIN)/pytest -m "not slow" $(TEST_ARGS)
+	$(BIN)/pytest -m "not slow" -n $(TEST_PROCESSES) --dist worksteal $(TEST_ARGS)
 
 .PHONY: test-slow
 test-slow: $(STAMP) ## Run the tests that are too slow for `make test`

@@ -64,6 +64,7 @@ def test_the_death_of_the_fork_server_is_one_more_restart(make_job: MakeJob) -> 
         assert finish(process)[0] == 75
 
 
+@pytest.mark.slow  # unit/data has the same without a launcher
 @pytest.mark.chaos
 @pytest.mark.timeout(120)
 def test_loader_workers_die_with_their_rank(make_job: MakeJob, tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def test_each_service_killed_once_while_a_job_runs(stack, make_job):
     wait_until(lambda: len(job.records()) == 2, 60, "the next worker goes on with the job")
     wait_until(lambda: len(job.events(AttemptStarted)) == 2, 60, "its first step is done")
     _, second = job.events(AttemptStarted)
-    assert second.source == "STAGED"
+    # From memory; or from storage when the next worker came so late that the drain had saved the newest snapshot.
+    assert second.from_step >= max(e.step for e in job.events(StepCompleted) if e.attempt == 1)
     assert [i["kind"] for i in stack.incidents(job)] in ([], ["rank_failure"])
     stop_and_check_that_nothing_was_lost(stack, job)
 

@@ -166,7 +166,7 @@ def test_staging_that_stays_is_named_and_removed(fake, monkeypatch):
 @pytest.mark.chaos
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "ending", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+    "ending", [signal.SIGKILL, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGINT, signal.SIGTERM))]
 )
 def test_every_process_ends_with_the_demo(ending, tmp_path):
     code = (

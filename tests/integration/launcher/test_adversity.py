@@ -60,6 +60,7 @@ def test_a_full_disk_under_logs_and_events_ends_no_job(make_job: MakeJob) -> Non
     assert "is lost" in run.stdout
 
 
+@pytest.mark.slow  # a full disk under them is tested
 def test_logs_that_cannot_be_opened_end_no_job(make_job: MakeJob) -> None:
     job = make_job(entrypoint=f"{RING} 3")
     logs = job.events_path.parent / "logs"
@@ -83,6 +84,7 @@ def test_a_fork_server_that_dies_while_forking_costs_restarts(make_job: MakeJob,
     assert output(job, 1).splitlines()[-1] == "trained"
 
 
+@pytest.mark.slow  # as the one above
 def test_a_fork_server_that_always_dies_uses_up_the_budget(make_job: MakeJob, tmp_path: Path) -> None:
     job = fragile_job(make_job, tmp_path / "s", 50, restart={"max_restarts": 1})
     run = job.run(expect=1)
@@ -93,6 +95,7 @@ def test_a_fork_server_that_always_dies_uses_up_the_budget(make_job: MakeJob, tm
     assert "restart.max_restarts" in finished.reason
 
 
+@pytest.mark.slow  # the budget is tested with ranks, the fork server with one death
 def test_a_fork_server_that_does_not_start_again_uses_up_the_budget(make_job: MakeJob, tmp_path: Path) -> None:
     marker = tmp_path / "s" / "was-here"
     only_once = f"import os\nif os.path.exists({str(marker)!r}): os._exit(3)\nopen({str(marker)!r}, 'w').close()\n"
@@ -157,6 +160,7 @@ def test_a_stop_during_the_imports_is_heeded_and_a_save_does_no_harm(make_job: M
     assert processes_of(job) == []
 
 
+@pytest.mark.slow  # the stop below goes the same way
 def test_a_save_signal_during_the_imports_does_no_harm(make_job: MakeJob) -> None:
     job = make_job(entrypoint=f"{RING} 3")
     with started(job) as process:
@@ -194,6 +198,7 @@ def test_killed_while_storage_fails_it_ends_in_seconds_and_says_what_is_not_save
     os.kill(drain, signal.SIGKILL)
 
 
+@pytest.mark.slow  # test_launcher has a second launcher too
 def test_a_second_launcher_of_a_job_with_snapshots_is_refused_at_once(make_job: MakeJob) -> None:
     job = make_job(trainer=["--steps", "100000", "--step-seconds", "0.01"])
     with started(job) as process:

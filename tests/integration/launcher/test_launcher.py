@@ -62,7 +62,7 @@ def test_p3_a_thread_that_does_not_end_cannot_keep_a_failed_rank(make_job: MakeJ
     assert "with a thread that does not end" in ended(job).reason
 
 
-@pytest.mark.parametrize(("what", "code"), [("usage", 2), ("exit3", 1)])
+@pytest.mark.parametrize(("what", "code"), [pytest.param("usage", 2, marks=pytest.mark.slow), ("exit3", 1)])
 def test_exit_codes_of_ranks_are_honoured(make_job: MakeJob, what: str, code: int) -> None:
     job = make_job(entrypoint=f"{RING} 100 rank=1 step=1 what={what}", spec={"restart": {"max_restarts": 1}})
     job.run(expect=code)
@@ -72,7 +72,7 @@ def test_exit_codes_of_ranks_are_honoured(make_job: MakeJob, what: str, code: in
     assert len(failures) == {"usage": 1, "exit3": 2}[what]
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_script_runs_as_python_would_run_it(make_job: MakeJob, tmp_path: Path, method: str) -> None:
     text = """
 import atexit, json, os, sys
@@ -102,6 +102,7 @@ if __name__ == "__main__":
     assert not job.staging.exists()  # nobody used it, so nothing stays in memory
 
 
+@pytest.mark.slow  # every job of the recipe is a module
 def test_a_module_runs_as_main(make_job: MakeJob, tmp_path: Path) -> None:
     package = tmp_path / "own_package"
     package.mkdir()
@@ -236,6 +237,7 @@ def test_left_over_processes_of_the_job_are_swept(make_job: MakeJob) -> None:
     assert kill_job_processes(job.staging.name) == []
 
 
+@pytest.mark.slow  # unit/sdk has the seeds
 def test_numpy_and_python_random_differ_between_ranks(make_job: MakeJob, tmp_path: Path) -> None:
     path = script(tmp_path / "s", "import random, numpy as np\nprint(np.random.rand(), random.random())\n")
     job = make_job(entrypoint=path)

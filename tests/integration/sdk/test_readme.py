@@ -30,7 +30,7 @@ def script(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_under_surefoot_run(make_job, script, start_method):
     job = make_job(entrypoint=str(script), spec={"start_method": start_method})
     job.run()

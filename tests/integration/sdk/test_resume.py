@@ -35,7 +35,7 @@ def losses(job):
     return [(line["step"], line["rank"], line["loss"]) for line in job.lines()]
 
 
-@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("nproc", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_r1_r6_resume_after_a_kill_is_bit_equal(make_job, nproc):
     """Weights, moments, step counts, scheduler: equal to a run that never stopped, at equal world size."""
     trainer = ["--steps", "20", "--batch", "12"]
@@ -81,7 +81,7 @@ def test_r2_ids_of_three_kills_equal_those_of_none(make_job, whole_ids, workers)
     assert len({tuple(flat[epoch * 48 : (epoch + 1) * 48]) for epoch in range(3)}) == 3
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_r3_resume_right_after_the_last_batch_of_an_epoch(make_job, whole_ids, workers):
     """6 steps make an epoch: a job that ends there goes on with batch 0 of the next epoch in its order."""
     job = make_job("parts", trainer=["--steps", "6", "--workers", str(workers)])
@@ -93,6 +93,7 @@ def test_r3_resume_right_after_the_last_batch_of_an_epoch(make_job, whole_ids, w
     assert job.joined_ids() == whole_ids[:12]
 
 
+@pytest.mark.slow  # unit/data has the same counting without jobs
 def test_r5_accumulation_counts_micro_batches(make_job):
     """Accumulation 4, killed after 10 steps: on with micro-batch 40; with accumulation 2 the same remaining ids."""
     whole = make_job("whole", nproc=1, trainer=["--steps", "16", "--micro", "2"])
@@ -120,6 +121,7 @@ def test_r6_learning_rate_is_equal_to_the_last_bit(make_job, scheduler):
     assert [line["lr"] for line in broken.lines()] == [line["lr"] for line in whole.lines()]
 
 
+@pytest.mark.slow  # unit/data has the ids, test_restore the loading
 def test_r7_resume_at_other_world_sizes(make_job, whole_ids):
     """2 ranks, then 1, then 3: no crash, the ids of every global step as at constant world size."""
     job = make_job("elastic", nproc=2, trainer=["--steps", "4"])
@@ -142,6 +144,7 @@ def test_c5_exit_waits_until_the_last_save_is_durable(make_job):
     assert not job.staging.exists()
 
 
+@pytest.mark.slow  # chaos/test_services looks at the same events
 def test_start_reports_where_it_came_from(make_job):
     job = make_job(trainer=["--steps", "12", *SLOW_STEP])
     job.run([kill(rank=1).at(step=6)])

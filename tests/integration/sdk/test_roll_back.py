@@ -86,6 +86,7 @@ def test_a_roll_back_and_then_a_kill_at_two_ranks(make_job):
     check_against_fresh_processes(make_job, job, attempts=2)
 
 
+@pytest.mark.slow  # the same at two ranks, and killed, stands above
 def test_one_command_after_another_at_three_ranks(make_job):
     """Each is for the attempt before it, a late one is refused; loader workers go along; bit-equal at the end."""
     orders = [

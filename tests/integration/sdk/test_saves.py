@@ -180,6 +180,7 @@ def test_the_example_of_a_users_own_script_survives_a_kill(make_job):
     assert "attempt 2" in printed
 
 
+@pytest.mark.slow  # C4 blocks the writer too
 @pytest.mark.chaos
 @pytest.mark.timeout(120)
 def test_an_outage_of_storage_costs_no_snapshots(make_job):
@@ -226,6 +227,7 @@ for (batch,) in session:
 """
 
 
+@pytest.mark.slow  # unit/sdk has the layout that changes
 def test_state_that_appears_later_is_saved_too(make_job, tmp_path):
     """Unfrozen at step 10, in the very step of a save: new optimizer state needs a new layout of the snapshot."""
     script = tmp_path / "unfreeze.py"

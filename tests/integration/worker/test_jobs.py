@@ -19,7 +19,7 @@ from surefoot.checkpoint.attempts import AttemptLog, Source, StartsFrom
 from surefoot.checkpoint.store import LocalStore
 from surefoot.command_files import CommandFolder
 from surefoot.errors import CatalogueUnavailable
-from surefoot.events import JobState, JobStateChanged, LogLine, Message, RollBack
+from surefoot.events import JobState, JobStateChanged, LogLine, Message, RollBack, StopTraining
 from surefoot.testing.bus import MemoryBus
 
 MakeWorker = Callable[..., Any]
@@ -152,6 +152,26 @@ def test_commands_come_into_the_staging_folder(make_worker: MakeWorker, catalogu
     assert folder.next_after(3) == roll_back(4).model_copy(
         update={name: getattr(folder.next_after(3), name) for name in ("event_id", "ts", "monotonic_seconds")}
     )
+
+
+def test_an_order_to_stop_ends_the_job_once(make_worker: MakeWorker, catalogue: Any, memory: MemoryBus) -> None:
+    """Recovery has come to the end of its ladder. Submitted again, the job is not stopped by the same order."""
+
+    def stop(number: int, attempt: int) -> Outgoing:
+        order = StopTraining(job="t", attempt=attempt, number=number, reason="it came back")
+        return Outgoing(order, "recovery:1", number)
+
+    worker = make_worker(memory)
+    catalogue.submit("t", "run")
+    worker.until_state("t", RUNNING)
+    memory.publish(commands_stream("t"), [stop(1, 7), stop(2, 1)])  # the first one is for another attempt
+    worker.until_state("t", FAILED)
+    assert catalogue.run("t").reason == "stopped by recovery, with everything saved: it came back"
+    assert catalogue.run("t").exit_code == 75
+    catalogue.change("t", generation=2)
+    worker.until(lambda: catalogue.run("t").generation == 2 and catalogue.run("t").state == RUNNING, "it runs again")
+    step = catalogue.run("t").step or 0
+    worker.until(lambda: (catalogue.run("t").step or 0) > step + 20, "it goes on")
 
 
 def test_nothing_is_lost_while_the_bus_is_away(make_worker: MakeWorker, catalogue: Any, memory: MemoryBus) -> None:

@@ -78,6 +78,7 @@ def test_what_cannot_be_saved_is_named(start_worker: StartWorker, catalogue: Any
     assert str(staging) in run.reason
 
 
+@pytest.mark.slow  # chaos/test_services kills the worker of a real job
 @pytest.mark.timeout(120)
 def test_a_real_job_goes_on_after_the_worker_was_stopped(
     start_worker: StartWorker, catalogue: Any, bus: RedisBus, tmp_path: Path

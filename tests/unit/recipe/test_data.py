@@ -269,6 +269,7 @@ def test_an_unusable_cache_folder_is_named(tmp_path: Path, corpus: Path) -> None
     assert caught.value.key == "recipe.cache_dir"
 
 
+@pytest.mark.slow  # `make demo` does it
 def test_the_standard_library_is_the_default_and_warm_starts_are_quick(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, None, model={"vocab_size": 4096}, sequence_length=256, global_batch_size=16)
     prepared = prepare(spec, no_report)

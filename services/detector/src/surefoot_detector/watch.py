@@ -96,6 +96,7 @@ class Watch:
                     job_id=job,
                     attempt=event.attempt,
                     step=event.step,
+                    batch_index=event.position,
                     kind=event.kind,
                     severity=event.severity,
                     rule=event.rule,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 from surefoot.bus.base import Bus, Outgoing
 from surefoot.bus.streams import EVENTS
-from surefoot.events import decode_message
+from surefoot.events import Message, decode_message
 from surefoot_worker.service.lines import LineTail
 
 
@@ -22,9 +23,18 @@ class EventForwarder:
         path: The event file; it need not be there yet.
         bus: Where to.
         done: What `position` returned in an earlier process.
+        on_message: Called with each message, once, before it is published.
     """
 
-    def __init__(self, job: str, path: Path, bus: Bus, done: tuple[str, int, int] = ("", 0, 0)) -> None:
+    def __init__(
+        self,
+        job: str,
+        path: Path,
+        bus: Bus,
+        done: tuple[str, int, int] = ("", 0, 0),
+        on_message: Callable[[Message], None] = lambda _: None,
+    ) -> None:
+        self._on_message = on_message
         self._job = job
         self._bus = bus
         self._file_id, offset, line = done
@@ -68,6 +78,7 @@ class EventForwarder:
             except ValueError:
                 continue
             if message is not None:
+                self._on_message(message)
                 items.append(Outgoing(message, source, number))
         return items
 

@@ -17,7 +17,7 @@ from surefoot.bus.publisher import Publisher
 from surefoot.bus.streams import logs_stream
 from surefoot.checkpoint.staging_folder import staging_folder_path
 from surefoot.errors import BusUnavailable
-from surefoot.events import Message
+from surefoot.events import Message, RankFailed, RankHung, StepCompleted
 from surefoot.spec import JobSpec
 from surefoot_worker.service.forwarder import EventForwarder
 from surefoot_worker.service.launcher_process import read_json, write_atomically
@@ -50,7 +50,9 @@ class Feed:
         self._state_file = spec.job_run_dir / "forwarded.json"
         self._staging = staging_folder_path(spec.checkpoint.staging_dir, spec.job, spec.storage)
         done: dict[str, Any] = read_json(self._state_file)
-        self._events = EventForwarder(spec.job, spec.events_path, bus, tuple(done.get("events", ("", 0, 0))))
+        self._step: StepCompleted | None = None
+        position = tuple(done.get("events", ("", 0, 0)))
+        self._events = EventForwarder(spec.job, spec.events_path, bus, position, self._note)
         output = {name: tuple(place) for name, place in done["output"].items()} if "output" in done else None
         self._output = RankOutput(spec, self._staging, lines_per_second, output)
         self._lines: deque[Outgoing] = deque(maxlen=_MOST_WAITING_LINES)
@@ -106,10 +108,29 @@ class Feed:
 
     def _collect(self, now: float, *, last: bool) -> None:
         for line, source, number in self._output.collect(now, last=last):
-            known = {"attempt": line.attempt, "rank": line.rank, "step": line.step}
-            known = {key: value for key, value in known.items() if value is not None}
-            log.info(line.text, job_id=self.job, stream=line.stream, **known)
+            log.info(line.text, stream=line.stream, **self._place(line.attempt, line.rank, line.step))
             self._lines.append(Outgoing(line, source, number))
+
+    def _note(self, message: Message) -> None:
+        """Keep what log lines tell of the step, and log what ended a rank."""
+        if isinstance(message, StepCompleted):
+            self._step = message
+        elif isinstance(message, RankFailed):
+            error = message.traceback or message.error_message or f"exit code {message.exit_code}"
+            place = self._place(message.attempt, message.rank, message.step)
+            log.error("rank failed", pid=message.pid, exit_code=message.exit_code, error=error, **place)
+        elif isinstance(message, RankHung):
+            error = f"no progress in phase {message.phase} for {message.seconds:.0f} s; stacks: {message.stack_file}"
+            place = self._place(message.attempt, message.rank, message.step)
+            log.error("rank hung", pid=message.pid, error=error, **place)
+
+    def _place(self, attempt: int | None, rank: int | None, step: int | None) -> dict[str, Any]:
+        """Return where in training a line belongs, as far as known: epoch and batch are those of the last step."""
+        place: dict[str, Any] = {"job_id": self.job, "attempt": attempt, "rank": rank, "step": step}
+        last = self._step
+        if last is not None and last.attempt == attempt and step is not None and abs(last.step - step) <= 1:
+            place |= {"epoch": last.epoch, "batch_index": last.position}
+        return {key: value for key, value in place.items() if value is not None}
 
     def save(self, now: float, *, at_once: bool = False) -> None:
         """Remember how far everything is, once a second at most."""
