@@ -55,8 +55,16 @@ class TestStack(DemoStack):
         return self.api.get("jobs", job.name)
 
     def wait_for_end(self, job: Job, timeout_seconds: float) -> dict[str, Any]:
-        wait_until(lambda: JobState(self.row(job)["state"]).is_final, timeout_seconds, "the job ends", 0.2)
-        return self.row(job)
+        return self.wait_until_final(job.name, timeout_seconds)
+
+    def wait_until_final(self, job: str, timeout_seconds: float) -> dict[str, Any]:
+        def final_row() -> dict[str, Any] | None:
+            row = self.api.get("jobs", job)
+            return row if JobState(row["state"]).is_final else None
+
+        row = wait_until(final_row, timeout_seconds, "the job ends", 0.2)
+        assert row is not None
+        return row
 
     def incidents(self, job: Job) -> list[dict[str, Any]]:
         rows = self.api.list("incidents", "jobs", job.name, "incidents")
