@@ -29,7 +29,7 @@ NAME = "recovery"
 DETECTOR = "detector"
 """Whose silence means something only while it keeps up."""
 
-IDLE_SECONDS = 0.1
+IDLE_SECONDS = 0.2
 """A request waits no longer than this for events to be read."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from alembic import command
@@ -21,8 +22,9 @@ _LOCK_KEY = 7_362_001
 """Of PostgreSQL's advisory lock; nobody else of ours takes one."""
 
 
+@cache
 def head() -> str:
-    """Return the revision of this version's tables."""
+    """Return the revision of this version's tables. Read from the folder once: health asks each second."""
     newest = ScriptDirectory(str(MIGRATIONS_FOLDER)).get_current_head()
     assert newest is not None, "there is a first revision"
     return newest

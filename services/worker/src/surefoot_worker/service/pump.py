@@ -23,7 +23,7 @@ from surefoot_worker.service.forwarder import EventForwarder
 from surefoot_worker.service.launcher_process import read_json, write_atomically
 from surefoot_worker.service.rank_output import RankOutput
 
-_TAIL_SECONDS = 0.025
+_TAIL_SECONDS = 0.05
 _OUTPUT_SECONDS = 0.2
 _IDLE_SECONDS = 0.25
 _SAVE_SECONDS = 1.0
