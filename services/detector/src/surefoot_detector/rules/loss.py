@@ -51,6 +51,8 @@ SLOW_LARGEST_Z = 3.0
 MEAN_SPAN = 100
 MEAN_RISE = 0.1
 MEAN_POINTS = 50
+MEAN_Z = 0.6
+"""In units of one point's noise: 6 deviations of a mean of 100. The least of many means lies low by some of them."""
 
 
 class LossRules:
@@ -179,7 +181,7 @@ class LossRules:
             num_points = self._slow_cusum.num_points
             signals.append(_critical(AnomalyKind.DIVERGENCE, "slow_cusum", self._slow_cusum.total, num_points))
         above = self._mean.value - self._least_mean if self._least_mean is not None else 0.0
-        self._num_above = self._num_above + 1 if above > MEAN_RISE else 0
+        self._num_above = self._num_above + 1 if above > max(MEAN_RISE, MEAN_Z * scale) else 0
         if self._num_above >= MEAN_POINTS:
             signals.append(_critical(AnomalyKind.DIVERGENCE, "mean", above, self._num_above))
         return signals
