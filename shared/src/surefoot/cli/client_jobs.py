@@ -83,6 +83,9 @@ def jobs(limit: LimitOption = None, home: HomeOption = DEFAULT_HOME, as_json: Js
     if as_json:
         print_json(rows)
         return
+    if not rows:
+        print("no job was submitted yet")
+        return
     columns = ["JOB", "STATE", "STEP", "ATTEMPT", "RANKS", "SUBMITTED (UTC)", "REASON"]
     print_table(columns, [_job_row(row) for row in rows])
 
@@ -195,6 +198,9 @@ def incidents(
     if as_json:
         print_json(rows)
         return
+    if not rows:
+        print(f"job {job} had no incident")
+        return
     columns = ["ID", "KIND", "SEVERITY", "STATE", "ATTEMPT", "STEP", "RECOVERY", "STEPS LOST", "OPENED (UTC)", "CAUSE"]
     print_table(columns, [_incident_row(row) for row in rows])
 
@@ -231,6 +237,9 @@ def checkpoints(
         rows = client.list("checkpoints", "jobs", job, "checkpoints", limit=limit)
     if as_json:
         print_json(rows)
+        return
+    if not rows:
+        print(f"job {job} has no checkpoint yet")
         return
     columns = ["STEP", "ATTEMPT", "STATE", "STABLE", "VERIFIED", "RANKS", "SIZE", "COMMITTED (UTC)", "PATH"]
     print_table(columns, [_checkpoint_row(row) for row in rows])

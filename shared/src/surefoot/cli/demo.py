@@ -39,7 +39,8 @@ KILL_AT_RATIO = 0.3
 BLOW_UP_AT_RATIO = 0.6
 POLICY_FILE = Path(__file__).with_name("demo_policy.yaml")
 FAULT_ENVIRONMENT_KEY = "SUREFOOT_TRAINING_FAULT"
-SAVE_EVERY_SECONDS = 5.0
+NUM_SAVES = 20
+"""By steps, not by time: a slow machine must not fill its disk."""
 DEFAULT_WORK_DIR = Path(".surefoot/demo")
 DEFAULT_CACHE_DIR = Path(".surefoot/data")
 RUN_PREFIX = "run-"
@@ -118,7 +119,7 @@ def demo_spec(data: Path | None, folder: Path, cache_dir: Path, steps: int, seed
         "run_dir": str(folder.absolute() / HOME / "run" / "jobs"),
         "seed": seed,
         "env": {FAULT_ENVIRONMENT_KEY: f"blow_up(factor=1e4).at(step={int(steps * BLOW_UP_AT_RATIO)})"},
-        "checkpoint": {"save_every_seconds": SAVE_EVERY_SECONDS},
+        "checkpoint": {"save_every_seconds": None, "save_every_steps": steps // NUM_SAVES},
         "policy": yaml.safe_load(POLICY_FILE.read_text(encoding="utf-8")),
         "recipe": recipe,
     }
@@ -136,7 +137,7 @@ def _run(folder: Path, spec: JobSpec, console: Console, mode: ViewMode) -> DemoR
             remote = RemoteJob(api, spec.job)
             job = DemoJob(spec, remote.end_reason)
             api.post("jobs", body={"spec": spec.model_dump(mode="json", exclude_unset=True)})
-            say(f"submitted job {spec.job}; the same by hand: surefoot submit {folder / 'spec.yaml'}")
+            say(f"submitted job {spec.job}; look at it from elsewhere: surefoot watch {spec.job} --home {stack.home}")
             source = ApiSource(api, spec.job, "0")
             with showing(spec, console, mode, source), closing(source):
                 try:

@@ -30,7 +30,7 @@ def print_table(columns: list[str], rows: list[list[str]]) -> None:
 
 def mebibytes(num_bytes: int) -> str:
     """Return a size for people."""
-    return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 / 10 else f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def _width(columns: list[str], rows: list[list[str]]) -> int:

@@ -197,6 +197,8 @@ def _prepared(state: ViewState, event: DataPrepared) -> None:
 
 def _state_changed(state: ViewState, event: JobStateChanged) -> None:
     state.job_state = event.state
+    if event.state in (JobState.PENDING, JobState.STARTING, JobState.PAUSED, JobState.STOPPING):
+        state.note(event, f"{event.state}: {event.reason}")  # of the others, the events behind them tell more
 
 
 def _promoted(state: ViewState, event: CheckpointPromoted) -> None:

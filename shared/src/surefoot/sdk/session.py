@@ -80,6 +80,7 @@ class Session:
         self._exchanged_at = time.monotonic()
         self._first_step: int | None = counters.step + 1
         self._stopped = False
+        self._learning_rate: float | None = None
         self._closed = False
         self._forward_seen = not is_replicated(trained.model)
         if is_replicated(trained.model):
@@ -94,6 +95,11 @@ class Session:
     def attempt(self) -> int:
         """Number of this attempt, from 1; grows when a command begins another one."""
         return self._record.attempt
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The rate of the last step, factor included; None before it. `param_groups` hold it without the factor."""
+        return self._learning_rate
 
     @property
     def global_step(self) -> int:
@@ -209,6 +215,7 @@ class Session:
         finite = not any(record.nonfinite for record in records)
         factor = self._record.lr_factor_at(step)
         learning_rate = self._updater.update(factor) if finite else self._updater.skip(factor)
+        self._learning_rate = learning_rate
         self._counters.step = step
         self._counters.updates += finite
         self._stopped = any(record.stop for record in records)
