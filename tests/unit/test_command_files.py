@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from surefoot.command_files import CommandFolder, write_command
+from surefoot.command_files import CommandFolder, newest_if_too_low, too_low, write_command
 from surefoot.events import RollBack, SaveCheckpoint
 
 
@@ -78,3 +78,24 @@ def test_another_jobs_command_and_a_wrong_number_are_passed_over(tmp_path):
     write_command(tmp_path, save(1, job="other"))
     write_command(tmp_path, save(2)).rename(tmp_path / "commands/000000000003.json")
     assert CommandFolder(tmp_path, "job").next_after(0) is None
+
+
+def test_a_new_command_with_a_low_number_is_found_once_and_not_what_was_given_out(tmp_path):
+    folder = CommandFolder(tmp_path, "job")
+    given = save(5)
+    write_command(tmp_path, given)
+    assert folder.next_after(0) == given
+    assert folder.too_low(5) == []
+    write_command(tmp_path, given)  # delivered again
+    low, renumbered = save(3), save(5)
+    write_command(tmp_path, low)
+    assert folder.next_after(5) is None
+    assert folder.too_low(5) == [low]
+    write_command(tmp_path, renumbered)  # recovery lost its database and counts anew
+    assert folder.next_after(5) is None
+    assert [folder.too_low(5), folder.too_low(5)] == [[renumbered], []]
+
+
+def test_a_refusal_names_the_number_to_exceed():
+    assert newest_if_too_low(too_low(3, 17)) == 17
+    assert newest_if_too_low("step 3 is not on the lineage") is None

@@ -24,7 +24,20 @@ COMMANDS_FOLDER = "commands"
 _FILE_NAME = re.compile(r"(\d{12,})\.json", re.ASCII)
 _SETTLED_NANOSECONDS = 1_000_000_000
 
+_TOO_LOW = re.compile(r"number \d+ is not above (\d+)", re.ASCII)
+
 log = structlog.get_logger(__name__)
+
+
+def too_low(number: int, newest: int) -> str:
+    """Return the ranks' reason for refusing a command of the present attempt for its number alone."""
+    return f"number {number} is not above {newest}"
+
+
+def newest_if_too_low(reason: str) -> int | None:
+    """Return the number that a refusal asks to exceed; None: it has another reason."""
+    match = _TOO_LOW.fullmatch(reason)
+    return None if match is None else int(match[1])
 
 
 def write_command(folder: Path, command: Command) -> Path:
@@ -65,8 +78,10 @@ class CommandFolder:
         self._path = folder / COMMANDS_FOLDER
         self._job = job
         self._changed_at: int | None = None
-        self._numbers: list[int] = []
+        self._inodes: dict[int, int] = {}
         self._bad: set[int] = set()
+        self._given: dict[int, Command] = {}
+        self._looked_at: dict[int, int] = {}
 
     def next_after(self, number: int) -> Command | None:
         """Return the command with the lowest number above `number`; None: there is none.
@@ -75,36 +90,54 @@ class CommandFolder:
         over: whoever ordered it gets no answer and must decide anew.
         """
         self._look()
-        for candidate in self._numbers:
+        for candidate in self._inodes:
             if candidate > number and candidate not in self._bad:
                 command = self._read(candidate)
                 if command is not None:
+                    self._given[candidate] = command
                     return command
                 self._bad.add(candidate)
         return None
+
+    def too_low(self, number: int) -> list[Command]:
+        """Return the commands at or below `number` that were never given out, each once, as of the last `next_after`.
+
+        A file that was replaced by another command of its number counts as new; by the same command, it does not.
+        """
+        found = []
+        for candidate, inode in self._inodes.items():
+            if candidate <= number and self._looked_at.get(candidate) != inode and candidate not in self._bad:
+                self._looked_at[candidate] = inode
+                command = self._read(candidate)
+                if command is not None and command != self._given.get(candidate):
+                    self._given[candidate] = command
+                    found.append(command)
+        return found
 
     def _look(self) -> None:
         try:
             changed_at = self._path.stat().st_mtime_ns
         except FileNotFoundError:
-            self._changed_at, self._numbers = None, []
+            self._changed_at, self._inodes = None, {}
             return
         if changed_at == self._changed_at:
             return
-        self._numbers = sorted(self._list())
+        self._inodes = dict(sorted(self._list()))
         # File times tick every few milliseconds: a folder changed just now may change again without showing it.
         settled = time.time_ns() - changed_at > _SETTLED_NANOSECONDS
         self._changed_at = changed_at if settled else None
 
-    def _list(self) -> Iterator[int]:
+    def _list(self) -> Iterator[tuple[int, int]]:
+        """Return the numbers and inodes of what may be commands."""
         try:
-            names = os.listdir(self._path)  # noqa: PTH208  on the step path; names are all we need
+            entries = os.scandir(self._path)
         except FileNotFoundError:
             return
-        for name in names:
-            match = _FILE_NAME.fullmatch(name)
-            if match is not None:
-                yield int(match[1])
+        with entries:
+            for entry in entries:
+                match = _FILE_NAME.fullmatch(entry.name)
+                if match is not None:
+                    yield int(match[1]), entry.inode()
 
     def _read(self, number: int) -> Command | None:
         path = self._path / f"{number:012d}.json"

@@ -16,6 +16,12 @@ from pydantic import Field, model_validator
 from surefoot.events.anomaly import AnomalyKind, Severity
 from surefoot.section import Section
 
+MAX_STEPS = 2**31 - 1
+"""More than any job trains, and what an integer column of the catalogue holds."""
+
+MAX_SECONDS = 1e9
+"""About 30 years: a time so long ago can still be computed."""
+
 
 class RungAction(StrEnum):
     """What a rung does, from harmless to final."""
@@ -39,9 +45,9 @@ class LearningRateCut(Section):
     """What the present factor is multiplied by; 1: never cut."""
     floor: float = Field(default=0.1, gt=0, le=1)
     """The factor never falls below this."""
-    hold_steps: int = Field(default=50, ge=0)
+    hold_steps: int = Field(default=50, ge=0, le=MAX_STEPS)
     """Steps with the lower learning rate."""
-    rewarm_steps: int = Field(default=50, ge=0)
+    rewarm_steps: int = Field(default=50, ge=0, le=MAX_STEPS)
     """Steps over which it then rises back to the schedule's."""
 
 
@@ -58,11 +64,11 @@ class RungSpec(Section):
     """none, lr_cut, rollback, older_checkpoint or stop."""
     max_per_window: int = Field(default=1, ge=0)
     """How often it may be used within window_seconds, over all incidents of the job; 0: never."""
-    window_seconds: float = Field(default=3600.0, gt=0)
+    window_seconds: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
     """See max_per_window."""
-    cool_down_steps: int = Field(default=0, ge=0)
+    cool_down_steps: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Completed steps that must lie between two uses of it."""
-    wait_steps: int = Field(default=50, ge=1)
+    wait_steps: int = Field(default=50, ge=1, le=MAX_STEPS)
     """Completed steps after which an incident that has not healed goes on to the next rung."""
     skip_data: bool = True
     """Roll-backs only: leave out the batches from skip_margin_steps before the onset to the detection."""
@@ -91,15 +97,15 @@ class PolicySpec(Section):
 
     mode: Literal["act", "advise", "off"] = "act"
     """act: do it; advise: only write down what it would do; off: only write down what was seen."""
-    probation_steps: int = Field(default=200, ge=0)
+    probation_steps: int = Field(default=200, ge=0, le=MAX_STEPS)
     """Steps without suspicion after a checkpoint before it counts as STABLE, so that a roll-back may go to it."""
-    rollback_margin_steps: int = Field(default=100, ge=0)
+    rollback_margin_steps: int = Field(default=100, ge=0, le=MAX_STEPS)
     """A roll-back goes at least so many steps before the onset."""
-    skip_margin_steps: int = Field(default=20, ge=0)
+    skip_margin_steps: int = Field(default=20, ge=0, le=MAX_STEPS)
     """The batches that are left out begin so many before the onset: trouble shows a step after its cause."""
-    answer_within_steps: int = Field(default=20, ge=1)
+    answer_within_steps: int = Field(default=20, ge=1, le=MAX_STEPS)
     """A command that the ranks have not answered after so many steps and answer_within_seconds is given up."""
-    answer_within_seconds: float = Field(default=30.0, gt=0)
+    answer_within_seconds: float = Field(default=30.0, gt=0, le=MAX_SECONDS)
     """See answer_within_steps."""
     lr: LearningRateCut = LearningRateCut()
     """How the learning rate is cut."""

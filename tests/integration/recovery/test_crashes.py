@@ -65,8 +65,8 @@ def test_b2_sigkill_between_reading_and_acknowledging_means_one_roll_back(
     assert {(type(command), command.number) for command in service.commands()} == {(RollBack, action.id)}
 
     job.apply(service.commands()[0])
-    job.train(192)
-    job.cleared_through(191)
+    job.train(193)
+    job.cleared_through(192)
     service.settle()
     assert len(service.actions()) == 1
     assert service.incidents()[0].state == "HEALED"

@@ -9,6 +9,7 @@ import pytest
 from helpers.recovery import Clock, FakeJob, Service, prepare
 from surefoot.bus.redis_bus import RedisBus
 from surefoot.catalogue.database import Database
+from surefoot.catalogue.models import Run
 from surefoot.checkpoint.attempts import SkipWindow
 from surefoot.events import AnomalyKind, JobState, RollBack, SetLearningRate, Severity, StopTraining
 
@@ -44,7 +45,19 @@ def test_a_spike_is_rolled_back_and_heals(bus: RedisBus, database: Database, job
     assert incident.recovery_seconds is not None
     assert 0 <= incident.recovery_seconds < 20
 
-    job.all_clear(alarm)
+    for _ in range(2):
+        job.all_clear(alarm)  # at step 152, far from where it began: that says nothing yet
+    service.settle()
+    (incident,) = service.incidents()
+    assert incident.state == "RESUMED"
+    assert incident.outcome.splitlines()[-1] == "Back in band at step 152: back in band"
+    assert incident.outcome.count("Back in band") == 1
+
+    job.train(193)
+    job.cleared_through(191)
+    service.settle()
+    assert service.incidents()[0].state == "RESUMED"
+    job.cleared_through(192)
     service.settle()
     (incident,) = service.incidents()
     assert incident.state == "HEALED"
@@ -66,6 +79,93 @@ def test_steps_cleared_beyond_the_onset_heal_too(bus: RedisBus, database: Databa
     job.cleared_through(189)
     service.settle()
     assert service.incidents()[0].state == "HEALED"
+
+
+def test_what_comes_back_at_the_same_step_is_one_incident_and_climbs_the_ladder(
+    bus: RedisBus, database: Database, job: FakeJob
+) -> None:
+    """A permanent fault: not finite from step 190 on, however often training goes back."""
+    prepare(database)
+    service = Service(bus, database)
+    job.alarm(onset_step=190, kind=AnomalyKind.NONFINITE)
+    job.train(193)
+    alarm = job.alarm(onset_step=190, kind=AnomalyKind.NONFINITE, severity=Severity.CRITICAL, event_id="again")
+    service.settle()
+    for _ in range(2):
+        job.apply(service.commands()[-1])
+        job.train(job.step + 2)
+        job.all_clear(alarm)
+        job.cleared_through(job.step)
+        job.train(190)
+        job.cleared_through(189)
+        alarm = job.alarm(onset_step=190, kind=AnomalyKind.NONFINITE)
+        service.settle()
+    assert [action.rung for action in service.actions()] == ["leave-out", "rollback", "older", "stop"]
+    assert [incident.state for incident in service.incidents()] == ["ESCALATED"]
+
+
+def test_the_newest_onset_counts(bus: RedisBus, database: Database, job: FakeJob) -> None:
+    prepare(database)
+    service = Service(bus, database)
+    job.alarm(onset_step=188)
+    service.settle()
+    job.apply(service.commands()[0])
+    job.train(195)
+    alarm = job.alarm(onset_step=194)  # before step 189 was said to be free: the same trouble, a little later
+    service.settle()
+    job.apply(service.commands()[1])
+    job.train(192)
+    job.all_clear(alarm)
+    job.cleared_through(191)
+    service.settle()
+    assert [incident.state for incident in service.incidents()] == ["RESUMED"]
+
+
+def test_a_job_that_recovery_stopped_can_go_on(bus: RedisBus, database: Database, job: FakeJob) -> None:
+    """Whatever was open is over, and the ladder is as new: a person has decided."""
+    ladder = [{"name": "rollback", "kinds": ["spike"], "action": "rollback"}, {"name": "stop", "action": "stop"}]
+    prepare(database, ladder=ladder)
+    clock = Clock()
+    service = Service(bus, database, clock)
+    job.alarm(onset_step=170)
+    service.settle()
+    job.train(220)
+    job.alarm(onset_step=220, kind=AnomalyKind.DIVERGENCE)  # far away: another incident
+    service.settle()
+    assert [incident.state for incident in service.incidents()] == ["ACTING", "ESCALATED"]
+    job.finish(JobState.STOPPED, "recovery ordered it")
+    service.settle()
+    assert [incident.state for incident in service.incidents()] == ["ESCALATED", "ESCALATED"]
+    assert service.incidents()[0].outcome.splitlines()[-1].startswith("Recovery stopped the job: divergence")
+    assert [action.state for action in service.actions()] == ["EXPIRED", "APPLIED"]
+
+    clock.ahead = timedelta(seconds=60)
+    with database.write() as session:
+        run = session.get_one(Run, "demo")
+        run.generation, run.started_at = 2, clock()
+    clock.ahead = timedelta(seconds=70)
+    job.start(2, 1, 220)
+    job.train(260)
+    service.settle()
+    assert len(service.actions()) == 2, "nothing is acted on again"
+    job.alarm(onset_step=260)
+    service.settle()
+    assert [action.rung for action in service.actions()] == ["rollback", "stop", "rollback"]
+
+
+def test_a_stop_that_was_given_up_and_obeyed_after_all(bus: RedisBus, database: Database, job: FakeJob) -> None:
+    prepare(database, ladder=[{"name": "stop", "action": "stop"}])
+    clock = Clock()
+    service = Service(bus, database, clock)
+    job.alarm(onset_step=188)
+    service.settle()
+    clock.ahead = timedelta(seconds=31)
+    job.train(206)
+    service.settle()
+    assert [action.state for action in service.actions()] == ["EXPIRED"]
+    job.finish(JobState.STOPPED)
+    service.settle()
+    assert [action.state for action in service.actions()] == ["APPLIED"]
 
 
 def test_many_alarms_of_one_trouble_are_one_incident_and_one_roll_back(

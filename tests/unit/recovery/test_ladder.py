@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from surefoot.checkpoint.attempts import SkipWindow
 from surefoot.checkpoint.ids import CheckpointId
@@ -172,6 +173,30 @@ def test_a_used_up_ladder_says_what_was_not_possible() -> None:
         "spike from step 191 (critical): the ladder is used up; a person is needed. "
         "Not possible: only (used 1 of 1 times within 60 s).",
     )
+
+
+def test_a_step_before_the_first_is_not_spoken_of() -> None:
+    early = Trouble(AnomalyKind.SPIKE, Severity.CRITICAL, 91, 91, 93, 93)
+    decision = decide(PolicySpec(), early, situation(tried={"lr-cut"}, step=93, stable=()))
+    assert decision is not None
+    assert "no STABLE checkpoint at step 0 or before" in decision.reason
+    assert "step -" not in decision.reason
+
+
+STEP_FIELDS = ("probation_steps", "rollback_margin_steps", "skip_margin_steps", "answer_within_steps")
+
+
+@pytest.mark.parametrize("field", STEP_FIELDS)
+def test_steps_and_seconds_have_bounds(field: str) -> None:
+    assert getattr(PolicySpec.model_validate({field: 2**31 - 1}), field) == 2**31 - 1
+    with pytest.raises(ValidationError):
+        PolicySpec.model_validate({field: 2**31})
+    for lr in ({"hold_steps": 2**31}, {"rewarm_steps": 2**31}):
+        with pytest.raises(ValidationError):
+            LearningRateCut.model_validate(lr)
+    for rung in ({"wait_steps": 2**31}, {"cool_down_steps": 2**31}, {"window_seconds": 1e300}):
+        with pytest.raises(ValidationError):
+            RungSpec.model_validate({"name": "x", "action": "none"} | rung)
 
 
 @pytest.mark.parametrize(("factor", "cut"), [(1.0, 0.5), (0.3, 0.15), (0.15, 0.1), (0.1, 0.1), (0.04, 0.04)])

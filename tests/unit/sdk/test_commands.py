@@ -249,6 +249,22 @@ def test_numbers_rise_and_a_repeated_command_is_ignored_also_by_the_next_start(p
     assert [record.command for record in place.records().values()] == [0, 5, 5]
 
 
+def test_a_new_command_with_a_number_that_is_too_low_is_refused_once(place):
+    """Recovery lost its database and counts from 1 again; what quotes another attempt stays unanswered."""
+    actions = {
+        (1, 7): roll_back(place, 7, 5),
+        (2, 8): lambda: (place.order(SaveCheckpoint, 3, attempt=2), place.order(SaveCheckpoint, 4, attempt=1)),
+        (2, 10): lambda: place.order(SaveCheckpoint, 7, attempt=2),
+        (2, 12): lambda: place.order(SaveCheckpoint, 8, attempt=2),
+    }
+    train(place.attach(build(), total_steps=20), actions)
+    assert [(e.number, e.attempt, e.step, e.reason) for e in place.events(CommandRefused)] == [
+        (3, 2, 8, "number 3 is not above 7"),
+        (7, 2, 10, "number 7 is not above 7"),
+    ]
+    assert [event.number for event in place.events(CommandApplied)] == [7, 8]
+
+
 class Counting:
     """A user's object that takes only young states, but says so only when it is given one."""
 

@@ -14,7 +14,15 @@ from surefoot.catalogue.models import Incident
 from surefoot.events import AnomalyCleared, AnomalyDetected, Severity, StepsCleared
 from surefoot_recovery.desk import Desk
 from surefoot_recovery.lifecycle import HEALED, OPEN, RESUMED, move, note
-from surefoot_recovery.lookups import FAILURE_KINDS, open_incidents, policy_of, present_of, recent_incidents
+from surefoot_recovery.lookups import (
+    APPLIED,
+    FAILURE_KINDS,
+    actions_of,
+    open_incidents,
+    policy_of,
+    present_of,
+    recent_incidents,
+)
 from surefoot_recovery.orders import act
 
 log = structlog.get_logger(__name__)
@@ -55,12 +63,16 @@ class Anomalies:
                 act(session, incident, policy, present, now)
 
     def cleared(self, event: AnomalyCleared, _: Delivery) -> None:
-        """Heal the incident once all its alarms are over."""
+        """Heal the incident once all its alarms are over; after a roll-back not before the onset is passed again."""
         if self._desk.jobs[event.job].look_at_step is None:
             return
         with self._desk.deciding(event.job) as session:
             for incident in open_incidents(session, event.job):
-                if _clear(incident, event) and _may_heal(incident, event.attempt):
+                if not (_clear(incident, event) and _may_heal(incident, event.attempt)):
+                    continue
+                if _went_back(session, incident) and event.step <= _last_suspect(incident):
+                    _note_once(incident, f"Back in band at step {event.step}: {event.message}")
+                else:
                     move(incident, HEALED, event.message, self._desk.clock())
 
     def steps_cleared(self, event: StepsCleared, _: Delivery) -> None:
@@ -71,7 +83,7 @@ class Anomalies:
             for incident in open_incidents(session, event.job):
                 if not _may_heal(incident, event.attempt):
                     continue
-                if event.through_step >= _beyond(incident):
+                if event.through_step >= _free_step(incident):
                     text = f"No step up to {event.through_step} of attempt {event.attempt} is suspected of anything."
                     move(incident, HEALED, text, self._desk.clock())
                 elif incident.resumed_step is not None:  # on its way to the onset: it is not waited for in vain
@@ -145,10 +157,27 @@ def _clear(incident: Incident, event: AnomalyCleared) -> bool:
     return all(anomaly["cleared"] for anomaly in incident.evidence["anomalies"])
 
 
-def _beyond(incident: Incident) -> int:
-    """Return the step that must be free of suspicion: for failures the first one after, else also the onset."""
-    resumed_step = incident.resumed_step or 0
-    return resumed_step if incident.kind in FAILURE_KINDS else max(incident.onset_step, resumed_step)
+def _last_suspect(incident: Incident) -> int:
+    """Return the step that an incident about an anomaly must get beyond: its newest onset, or where it resumed."""
+    return max(incident.resumed_step or 0, *(int(anomaly["onset_step"]) for anomaly in incident.evidence["anomalies"]))
+
+
+def _free_step(incident: Incident) -> int:
+    """Return the step that must be free of suspicion: the first one after a failure, else the one after the onset."""
+    return (incident.resumed_step or 0) if incident.kind in FAILURE_KINDS else _last_suspect(incident) + 1
+
+
+def _went_back(session: Session, incident: Incident) -> bool:
+    """Return whether training resumed from before the onset, so that the trouble may still be to come."""
+    if incident.resumed_step is None:
+        return False
+    applied = [action.kind for action in actions_of(session, incident) if action.state == APPLIED]
+    return applied[-1:] == ["rollback"] or incident.resumed_step <= incident.onset_step
+
+
+def _note_once(incident: Incident, sentence: str) -> None:
+    if sentence not in incident.outcome.splitlines():
+        note(incident, sentence)
 
 
 def _may_heal(incident: Incident, attempt: int | None) -> bool:

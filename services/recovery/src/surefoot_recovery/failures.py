@@ -8,9 +8,11 @@ from datetime import datetime
 from typing import Any
 
 import structlog
+from sqlalchemy import and_, or_, select
+from sqlalchemy.orm import Session
 
 from surefoot.bus.base import Delivery
-from surefoot.catalogue.models import Incident
+from surefoot.catalogue.models import Action, Incident
 from surefoot.events import IncidentState, JobFinished, JobState, RankFailed, RankHung, Severity
 from surefoot_recovery.desk import Desk
 from surefoot_recovery.lifecycle import ACTING, ESCALATED, HEALED, OPEN, move, note
@@ -18,6 +20,7 @@ from surefoot_recovery.lookups import (
     APPLIED,
     EXPIRED,
     FAILURE_KINDS,
+    UNANSWERED,
     open_incidents,
     policy_of,
     present_of,
@@ -52,17 +55,26 @@ class Failures:
         self._record(event, "hang", text, event.step)
 
     def job_finished(self, event: JobFinished, _: Delivery) -> None:
-        """Close what is open: nothing more will happen to it by itself."""
+        """Close what is open: nothing more will happen to it by itself.
+
+        When it was recovery that ordered the end, a person decides whether the job goes on: nothing that was open
+        before may then be acted on again, or the first step of the next attempt would end in the next stop.
+        """
         self._desk.jobs[event.job].is_over = True
+        now = self._desk.clock()
         with self._desk.deciding(event.job) as session:
+            stops = _obeyed_stops(session, event)
             for action in unanswered_actions(session, event.job):
-                did_it = action.kind == "stop"
-                action.state = APPLIED if did_it else EXPIRED
-                action.problem = "" if did_it else f"The job ended: {event.reason}"
-                action.closed_at = self._desk.clock()
+                action.state, action.problem, action.closed_at = EXPIRED, f"The job ended: {event.reason}", now
+            for stop in stops:
+                stop.state, stop.problem, stop.closed_at = APPLIED, "", now
             for incident in open_incidents(session, event.job):
-                if _first(incident)["ts"] <= event.model_dump(mode="json")["ts"]:
-                    _close(incident, event, self._desk.clock())
+                if _first(incident)["ts"] > event.model_dump(mode="json")["ts"]:
+                    continue
+                if stops:
+                    move(incident, ESCALATED, f"Recovery stopped the job: {stops[-1].reason}", now)
+                else:
+                    _close(incident, event, now)
 
     def _record(self, event: RankFailed | RankHung, kind: str, text: str, step: int | None) -> None:
         view, now = self._desk.jobs[event.job], self._desk.clock()
@@ -109,6 +121,14 @@ def _event_ids(incident: Incident) -> set[str]:
 def _first(incident: Incident) -> dict[str, Any]:
     events: list[dict[str, Any]] = incident.evidence.get("failures") or incident.evidence["anomalies"]
     return events[0]
+
+
+def _obeyed_stops(session: Session, event: JobFinished) -> list[Action]:
+    """Return the orders to stop that the end of a job answers, oldest first; also one that had been given up."""
+    given_up = and_(Action.state == EXPIRED, Action.attempt == event.attempt)
+    is_answered = or_(Action.state.in_(UNANSWERED), given_up)
+    query = select(Action).where(Action.job == event.job, Action.kind == "stop", is_answered)
+    return list(session.scalars(query.order_by(Action.id)))
 
 
 def _close(incident: Incident, event: JobFinished, now: datetime) -> None:

@@ -175,7 +175,7 @@ def _cut(rung: RungSpec, policy: PolicySpec, trouble: Trouble, situation: Situat
 
 
 def _go_back(rung: RungSpec, policy: PolicySpec, trouble: Trouble, situation: Situation, passed: list[str]) -> Decision:
-    newest_step = trouble.onset_step - policy.rollback_margin_steps
+    newest_step = max(0, trouble.onset_step - policy.rollback_margin_steps)
     target = _newest(situation, newest_step)
     if rung.action is RungAction.OLDER_CHECKPOINT:
         steps = [checkpoint.step for checkpoint in (target, situation.went_back_to) if checkpoint is not None]

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import or_, select
+from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
 from surefoot.bus.streams import EVENTS, stream_of
-from surefoot.catalogue.models import Action, Checkpoint, Incident
+from surefoot.catalogue.models import Action, Checkpoint, Incident, Run
 from surefoot.catalogue.models import Job as JobRow
 from surefoot.catalogue.queries import attempt_records
 from surefoot.checkpoint.attempts import AttemptRecord
 from surefoot.checkpoint.ids import CheckpointId
 from surefoot.checkpoint.lineage import candidates, on_lineage
+from surefoot.command_files import newest_if_too_low
 from surefoot.errors import AttemptError
 from surefoot.policy import PolicySpec
 from surefoot_recovery.jobs import JobView
@@ -136,14 +137,14 @@ def situation_of(session: Session, incident: Incident, present: Present, now: da
     """Return what a decision about an incident depends on."""
     actions = actions_of(session, incident)
     rollbacks = [action for action in actions if action.kind == "rollback" and action.command]
-    refused = {_target(action) for action in rollbacks if action.state == REFUSED}
+    refused = {_target(action) for action in rollbacks if action.state == REFUSED and not _was_too_low(action)}
     applied = [_target(action) for action in rollbacks if action.state == APPLIED]
     stable = stable_on_lineage(session, present)
     return Situation(
         now=now,
         step=present.step,
         rate=present.rate(),
-        uses=_uses(session, incident.job),
+        uses=_uses(session, incident),
         tried=_tried(actions),
         stable=tuple(checkpoint for checkpoint in stable if checkpoint not in refused),
         went_back_to=applied[-1] if applied else None,
@@ -156,13 +157,27 @@ def _target(action: Action) -> CheckpointId:
 
 
 def _tried(actions: list[Action]) -> frozenset[str]:
-    failed = [action.rung for action in actions if action.rung and action.state in (REFUSED, EXPIRED)]
+    failed = [a.rung for a in actions if a.rung and a.state in (REFUSED, EXPIRED) and not _was_too_low(a)]
     worked = [action.rung for action in actions if action.rung and action.state not in (REFUSED, EXPIRED)]
     return frozenset(worked) | {rung for rung in failed if failed.count(rung) >= NUM_TRIES_PER_RUNG}
 
 
-def _uses(session: Session, job: str) -> tuple[Use, ...]:
-    rows = session.execute(
-        select(Action.rung, Action.created_at, Action.decided_step).where(Action.job == job, Action.rung.is_not(None))
-    )
+def _was_too_low(action: Action) -> bool:
+    """Return whether the ranks refused a command for its number alone, so that it was as good as never given."""
+    return action.state == REFUSED and newest_if_too_low(action.problem) is not None
+
+
+def _uses(session: Session, incident: Incident) -> tuple[Use, ...]:
+    """Return how often rungs were used for the job since a person submitted it last.
+
+    An incident uses a rung once, however many commands that took, so those of the incident at hand are left out: what
+    worked is not repeated in it (`_tried`), and what came to nothing must not be in its own way. A submission is where
+    the run's generation first started (`Run.started_at`); restarts and resumptions by the worker do not move it.
+    """
+    run = session.get(Run, incident.job)
+    of_others = [Action.job == incident.job, Action.rung.is_not(None), Action.incident_id != incident.id]
+    if run is not None and run.started_at is not None:
+        of_others.append(Action.created_at >= run.started_at)
+    newest = select(Action.rung, func.max(Action.created_at), func.max(Action.decided_step)).where(*of_others)
+    rows = session.execute(newest.group_by(Action.incident_id, Action.rung))
     return tuple(Use(rung, at, step) for rung, at, step in rows if rung is not None)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from surefoot.catalogue.models import Action, Incident
@@ -17,6 +18,7 @@ from surefoot.events import (
     SetLearningRate,
     Severity,
     StopTraining,
+    decode_message,
     encode_message,
 )
 from surefoot.policy import PolicySpec, RungAction
@@ -33,8 +35,13 @@ KINDS = {
 }
 
 
-def new_action(session: Session, present: Present, kind: str, reason: str, now: datetime, **of: Any) -> Action:
+def new_action(
+    session: Session, present: Present, kind: str, reason: str, now: datetime, *, above: int = 0, **of: Any
+) -> Action:
     """Add an action; it has its id on return.
+
+    The id is above all ids, and above the number of every command that began an attempt: ranks ignore lower ones, and
+    a database that was lost and made anew counts from 1 again.
 
     Args:
         session: A write transaction.
@@ -42,10 +49,13 @@ def new_action(session: Session, present: Present, kind: str, reason: str, now: 
         kind: See `Action.kind`.
         reason: For people.
         now: UTC.
+        above: A number that the ranks are known to have had, too.
         of: Other columns: incident_id, operation_id, rung, state.
     """
     given = {"state": PENDING, "attempt": present.attempt, "decided_step": present.step}
-    action = Action(job=present.job, kind=kind, reason=reason, created_at=now, **(given | of))
+    begun = (record.command for record in present.records.values())
+    number = max(session.scalar(select(func.max(Action.id))) or 0, above, *begun) + 1
+    action = Action(id=number, job=present.job, kind=kind, reason=reason, created_at=now, **(given | of))
     session.add(action)
     session.flush()
     return action
@@ -55,6 +65,20 @@ def order(action: Action, command: Callable[..., Command], **fields: Any) -> Non
     """Give an action its command: fenced by the action's attempt, numbered by its id."""
     message = command(job=action.job, attempt=action.attempt, number=action.id, reason=action.reason, **fields)
     action.command = json.loads(encode_message(message))
+
+
+def repeat(session: Session, action: Action, present: Present, above: int, now: datetime) -> None:
+    """Give an order once more that the ranks refused for its number alone, with one above `above`."""
+    assert action.command is not None
+    operation_id, action.operation_id = action.operation_id, None
+    session.flush()  # an operation has one action at a time
+    of: dict[str, Any] = {"incident_id": action.incident_id, "operation_id": operation_id, "rung": action.rung}
+    again = new_action(session, present, action.kind, action.reason, now, above=above, attempt=action.attempt, **of)
+    own = ("event_id", "ts", "monotonic_seconds")
+    fields = {name: value for name, value in action.command.items() if name not in own}
+    command = decode_message(json.dumps(fields | {"number": again.id}))
+    assert command is not None
+    again.command = json.loads(encode_message(command))
 
 
 def trouble_of(incident: Incident) -> tuple[Trouble, int]:
@@ -116,7 +140,7 @@ def _only_note(incident: Incident, policy: PolicySpec, decision: Decision | None
 def _write(session: Session, incident: Incident, present: Present, decision: Decision, now: datetime) -> None:
     assert decision.action is not None
     what = decision.action
-    columns = {"incident_id": incident.id, "rung": decision.rung}
+    columns: dict[str, Any] = {"incident_id": incident.id, "rung": decision.rung}
     action = new_action(session, present, KINDS[what], decision.reason, now, **columns)
     rate = {
         "lr_factor": decision.rate.factor,

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from surefoot.bus.base import Delivery
 from surefoot.catalogue.models import Action, Incident
+from surefoot.command_files import newest_if_too_low
 from surefoot.events import AttemptStarted, CommandApplied, CommandRefused, StepCompleted
 from surefoot.policy import PolicySpec, RungSpec
 from surefoot_recovery.desk import Desk
@@ -28,7 +29,7 @@ from surefoot_recovery.lookups import (
     present_of,
     unanswered_actions,
 )
-from surefoot_recovery.orders import act
+from surefoot_recovery.orders import act, repeat
 from surefoot_recovery.timing import recovery_seconds
 
 PATIENCE_SECONDS = 2.0
@@ -74,14 +75,22 @@ class Progress:
             action.new_attempt, action.applied_step, action.seconds = event.new_attempt, event.step, event.seconds
 
     def refused(self, event: CommandRefused, _: Delivery) -> None:
-        """Note why, and decide anew about the incident that it was for."""
+        """Note why, and decide anew about the incident that it was for.
+
+        When only its number was too low, as after the database was lost, the same is ordered with a higher one.
+        """
         view = self._desk.jobs[event.job]
         with self._desk.deciding(event.job) as session:
             action = session.get(Action, event.number)
             if action is None or action.job != event.job or action.state not in UNANSWERED:
                 return
             self._close(action, REFUSED, event.reason)
-            self._decide_anew(session, action, f"The ranks refused: {event.reason}", view)
+            newest = newest_if_too_low(event.reason)
+            if newest is not None and _is_still_wanted(session, action):
+                present = present_of(session, event.job, view)
+                repeat(session, action, present, newest, self._desk.clock())
+            else:
+                self._decide_anew(session, action, f"The ranks refused: {event.reason}", view)
 
     def _close(self, action: Action, state: str, problem: str) -> None:
         action.state, action.problem, action.closed_at = state, problem, self._desk.clock()
@@ -150,6 +159,13 @@ class Progress:
 
 def _as_numbers(entry_id: str) -> tuple[int, ...]:
     return tuple(int(part) for part in entry_id.split("-"))
+
+
+def _is_still_wanted(session: Session, action: Action) -> bool:
+    """Return whether an order that was refused is to be repeated: a person's, or one that its incident waits for."""
+    if action.incident_id is None:
+        return True
+    return session.get_one(Incident, action.incident_id).state == ACTING
 
 
 def _given_up(action: Action, policy: PolicySpec, event: StepCompleted, now: datetime) -> str | None:

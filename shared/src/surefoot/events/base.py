@@ -40,7 +40,7 @@ class Command(Message):
     """
 
     number: int = Field(ge=1)
-    """Row id of its action. Ranks apply numbers in rising order and ignore one at or below the last applied."""
+    """Row id of its action. Ranks apply numbers in rising order and never one at or below the last applied."""
     reason: str
     """Why, for people."""
 

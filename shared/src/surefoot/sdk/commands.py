@@ -10,7 +10,8 @@ that has one: that step's own as a rule, a later one when buffers are not free. 
 
 Fencing: a command is for one attempt. When that is over, by a restart or by another command, it is refused and nothing
 happens. Numbers rise; the one that began an attempt is in the attempt's record, so a restart does not do it again. One
-that began none may be answered a second time after a restart, with a refusal.
+that began none may be answered a second time after a restart, with a refusal. A new command for this attempt whose
+number is too low, since recovery's database was lost and counts anew, is refused once, with the number to exceed.
 
 What the ranks answer: CommandApplied or CommandRefused, of rank 0.
 """
@@ -23,7 +24,7 @@ from typing import Any
 
 from surefoot.checkpoint.attempts import AttemptRecord, Source, StartsFrom
 from surefoot.checkpoint.ids import CheckpointId
-from surefoot.command_files import CommandFolder
+from surefoot.command_files import CommandFolder, too_low
 from surefoot.errors import AttemptTaken, Superseded
 from surefoot.events import (
     Command,
@@ -103,6 +104,7 @@ class Commands:
         self._received = self._record.command
         self._waiting: list[_Order] = []
         self._found: Command | None = None
+        self._too_low: list[Command] = []
         self._folder: CommandFolder | None = None
         if host.group.rank == 0:
             self._folder = CommandFolder(host.folder.path, host.settings.spec.job)
@@ -118,6 +120,7 @@ class Commands:
         if self._folder is None:
             return 0
         self._found = self._folder.next_after(self._received)
+        self._too_low += self._folder.too_low(self._received)
         return 0 if self._found is None else self._found.number
 
     def receive(self, number: int) -> None:
@@ -149,6 +152,7 @@ class Commands:
         Raises:
             Superseded: somebody else has begun an attempt meanwhile.
         """
+        self._refuse_too_low(end.step)
         begun = None
         for order in tuple(self._waiting):
             try:
@@ -167,6 +171,14 @@ class Commands:
                 self._report_refused(order, end.step, str(refusal))
             self._waiting.remove(order)
         return begun
+
+    def _refuse_too_low(self, step: int) -> None:
+        """Answer what numbers alone keep from being done. Rank 0 only: the others have never heard of it."""
+        for command in self._too_low:
+            if command.attempt == self._record.attempt:
+                reason = too_low(command.number, self._received)
+                self._report_refused(_Order(command, time.monotonic()), step, reason)
+        self._too_low.clear()
 
     def _check(self, command: Command, end: StepEnd) -> None:
         """Refuse what no rank may do; every rank comes to the same answer by itself."""
