@@ -19,8 +19,8 @@ import httpx
 
 from helpers.rows import NOW, job_row
 from helpers.waiting import wait_until
-from surefoot.bus.base import Bus
 from surefoot.bus.publisher import Publisher
+from surefoot.bus.redis_bus import RedisBus
 from surefoot.catalogue.database import Database
 from surefoot.catalogue.models import Run
 from surefoot_api.app import make_app
@@ -70,7 +70,7 @@ class Api:
 
 
 @contextmanager
-def serving(settings: ApiSettings, database: Database, bus: Bus) -> Iterator[Api]:
+def serving(settings: ApiSettings, database: Database, bus: RedisBus) -> Iterator[Api]:
     """Serve in this process."""
     stopping = threading.Event()
     parts = Parts(settings, database, bus, Publisher(bus, "api"), stopping)

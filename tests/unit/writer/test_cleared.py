@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from surefoot_writer.cleared import Cleared, ClearedSteps
 
 
@@ -24,9 +26,17 @@ def test_only_newer_ones_count(tmp_path: Path) -> None:
     assert cleared.newest("demo") == Cleared(3, 50)
 
 
-def test_a_damaged_file_is_as_none(tmp_path: Path) -> None:
-    (tmp_path / "demo.json").write_text("[1,")
-    (tmp_path / "other.json").write_text("[1]")
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[1,", "[1]", "[]", "null", "{}", '"ab"', '["a", 1]', "[1, null]", "[1, 2, 3]", "[true, 2]", "[-1, 2]",
+        "[1, -2]", "[1.5, 2]", '{"attempt": 1, "through_step": 2}', "[" * 100_000,
+    ],
+    ids=lambda content: content[:40],
+)  # fmt: skip
+def test_a_damaged_file_is_as_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "demo.json").write_text(content)
     cleared = ClearedSteps(tmp_path)
     assert cleared.newest("demo") is None
-    assert cleared.newest("other") is None
+    assert cleared.note("demo", Cleared(1, 1))
+    assert ClearedSteps(tmp_path).newest("demo") == Cleared(1, 1)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import anyio.to_thread
@@ -14,8 +13,8 @@ from starlette.responses import JSONResponse, StreamingResponse
 
 from surefoot import __version__
 from surefoot.bus.streams import EVENTS, logs_stream
-from surefoot.events import Message, RollBackRequested, SaveRequested, SetLearningRateRequested
 from surefoot.events import Request as JobRequest
+from surefoot.events import RollBackRequested, SaveRequested, SetLearningRateRequested
 from surefoot_api import reading, specs, verbs
 from surefoot_api.following import Follower, Subscription, start_after
 from surefoot_api.operations import STOP, SUBMIT
@@ -104,10 +103,10 @@ class Following:
         self._after = start_after(after, last_event_id)
         self._follower: Follower = request.app.state.follower
 
-    async def serve(self, job: str, stream: str, wanted: Callable[[Message], bool]) -> StreamingResponse:
+    async def serve(self, job: str, stream: str) -> StreamingResponse:
         """Return what is on the stream of a job that exists."""
         await anyio.to_thread.run_sync(self._require_job, job)
-        return await self._follower.serve(Subscription(stream, self._after, wanted, self._follow))
+        return await self._follower.serve(Subscription(stream, self._after, job, self._follow))
 
     def _require_job(self, job: str) -> None:
         with self._parts.database.read() as session:
@@ -188,13 +187,13 @@ def get_operation(
 @router.get("/jobs/{job}/events", response_class=StreamingResponse)
 async def follow_events(following: UsesFollowing, job: JobName) -> StreamingResponse:
     """Follow a job's events as Server-Sent Events; `event` is the type, `data` the message."""
-    return await following.serve(job, EVENTS, lambda message: message.job == job)
+    return await following.serve(job, EVENTS)
 
 
 @router.get("/jobs/{job}/logs", response_class=StreamingResponse)
 async def follow_logs(following: UsesFollowing, job: JobName) -> StreamingResponse:
     """Follow what a job's ranks write, as Server-Sent Events of type LogLine."""
-    return await following.serve(job, logs_stream(job), lambda message: message.job == job)
+    return await following.serve(job, logs_stream(job))
 
 
 @router.post("/jobs/{job}/stop", status_code=202)

@@ -9,8 +9,8 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from surefoot.bus.base import Bus
 from surefoot.bus.publisher import Publisher
+from surefoot.bus.redis_bus import RedisBus
 from surefoot.catalogue.database import Database
 from surefoot_api.settings import ApiSettings
 
@@ -51,7 +51,7 @@ class Parts:
 
     settings: ApiSettings
     database: Database
-    bus: Bus
+    bus: RedisBus
     publisher: Publisher
     stopping: threading.Event
     readiness: Readiness = field(default_factory=Readiness)

@@ -7,6 +7,7 @@ import http.client
 import ipaddress
 import socket
 import threading
+import time
 
 import structlog
 import uvicorn
@@ -18,7 +19,8 @@ GRACE_SECONDS = 3.0
 """Requests that are still running are cut off after this; streams end by themselves within a second."""
 JOIN_SECONDS = 8.0
 ANSWER_SECONDS = 3.0
-MAX_SILENT_CHECKS = 3
+MAX_STUCK_SECONDS = 30.0
+"""An event loop that does not come round for so long is stuck; a busy one is late, and answers when it can."""
 
 log = structlog.get_logger(__name__)
 
@@ -44,6 +46,18 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+class _Uvicorn(uvicorn.Server):
+    """Notes when its event loop comes round, ten times a second when it has nothing else to do."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ticked_seconds = time.monotonic()
+
+    async def on_tick(self, counter: int) -> bool:
+        self.ticked_seconds = time.monotonic()
+        return await super().on_tick(counter)
+
+
 class Server:
     """Serves an application on a socket until it is stopped. Main thread only.
 
@@ -65,8 +79,8 @@ class Server:
             server_header=False,
             timeout_graceful_shutdown=int(GRACE_SECONDS),
         )
-        self._server = uvicorn.Server(config)
-        self._num_silent = 0
+        self._server = _Uvicorn(config)
+        self._well_seconds = time.monotonic()
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, name="surefoot-http", daemon=True
         )
@@ -76,22 +90,24 @@ class Server:
         """Ask it something.
 
         Raises:
-            SurefootError: it has not answered several times running; nothing but a new process helps.
+            SurefootError: its event loop is stuck, or nobody listens any more; nothing but a new process helps.
         """
         problem = self._problem()
-        self._num_silent = 0 if problem is None else self._num_silent + 1
         if problem is not None:
-            log.warning("the HTTP server does not answer", error=problem, port=self.port)
-        if self._num_silent >= MAX_SILENT_CHECKS or not self._thread.is_alive():
-            raise SurefootError(f"the HTTP server on port {self.port} does not answer any more: {problem}")
+            log.warning("the HTTP server does not answer", error=repr(problem), port=self.port)
+        if not isinstance(problem, ConnectionRefusedError):
+            # Without an answer, but with a loop that comes round, it has too much to do: that passes.
+            self._well_seconds = time.monotonic() if problem is None else self._server.ticked_seconds
+        if time.monotonic() - self._well_seconds > MAX_STUCK_SECONDS or not self._thread.is_alive():
+            raise SurefootError(f"the HTTP server on port {self.port} does not answer any more: {problem!r}")
 
-    def _problem(self) -> str | None:
+    def _problem(self) -> Exception | None:
         connection = http.client.HTTPConnection(self._probe_host, self.port, timeout=ANSWER_SECONDS)
         try:
             connection.request("GET", "/healthz")
             connection.getresponse().read()
         except (OSError, http.client.HTTPException) as error:
-            return repr(error)
+            return error
         finally:
             connection.close()
         return None

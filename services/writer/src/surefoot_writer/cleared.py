@@ -6,7 +6,9 @@ import json
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import Field, NonNegativeInt, TypeAdapter
 
 
 class Cleared(NamedTuple):
@@ -14,6 +16,9 @@ class Cleared(NamedTuple):
 
     attempt: int
     through_step: int
+
+
+_PAIR = TypeAdapter(tuple[NonNegativeInt, Annotated[int, Field(ge=-1)]])
 
 
 class ClearedSteps:
@@ -29,8 +34,9 @@ class ClearedSteps:
         self._newest: dict[str, Cleared] = {}
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob("*.json"):
-            with suppress(ValueError, TypeError, OSError):  # the next message of that job makes it new
-                self._newest[path.name.removesuffix(".json")] = Cleared(*json.loads(path.read_text(encoding="utf-8")))
+            with suppress(ValueError, OSError):  # the next message of that job makes it new
+                pair = _PAIR.validate_json(path.read_bytes(), strict=True)
+                self._newest[path.name.removesuffix(".json")] = Cleared(*pair)
 
     def newest(self, job: str) -> Cleared | None:
         """Return the newest for a job, None before the first."""

@@ -70,10 +70,21 @@ class RedisBus:
 
     def read(self, stream: str, after: str, count: int, block_seconds: float) -> list[Delivery]:
         """Return entries after an id; see `Bus`. `$` with an empty answer: what comes between two calls is missed."""
+        entries = self.read_raw(stream, after, count, block_seconds)
+        return [decode_entry(entry_id, fields) for entry_id, fields in entries]
+
+    def read_raw(
+        self, stream: str, after: str, count: int, block_seconds: float
+    ) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """Return what `read` does, not decoded: (id, fields as `bus.wire` names them).
+
+        Raises:
+            BusUnavailable: nobody answers.
+        """
         answer = self.call(
             lambda: self._redis.xread({stream: after}, count=count, block=self.block_milliseconds(block_seconds))
         )
-        return [decode_entry(entry_id, fields) for _, entries in answer or [] for entry_id, fields in entries]
+        return [entry for _, entries in answer or [] for entry in entries]
 
     def group(self, stream: str, group: str, consumer: str) -> GroupReader:
         """Return a reader; see `Bus`. The group is made with its first use."""

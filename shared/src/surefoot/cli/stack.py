@@ -137,8 +137,8 @@ class _Teller:
 
 
 def _tell_urls(stack: Stack) -> None:
-    print(f"api        {stack.urls['api']}/api/v1   (token in {stack.token_file})")
-    print(f"live page  {stack.urls['gateway']}/")
+    print(f"api        {stack.urls.get('api', '?')}/api/v1   (token in {stack.token_file})")
+    print(f"live page  {stack.urls.get('gateway', '?')}/")
 
 
 def _tell_running(found: StackReport) -> None:

@@ -7,7 +7,10 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from surefoot.errors import SurefootError
 
 PYTHON = sys.executable
 
@@ -74,17 +77,25 @@ class Plan:
         path.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
 
 
-_TUPLES = ("command", "after", "outlived_by")
+_PLAN = TypeAdapter(Plan)
+
+
+class PlanUnreadable(SurefootError):
+    """The file with the plan holds no plan."""
 
 
 def read_plan(path: Path) -> Plan:
-    """Return what `Plan.write` wrote."""
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    services = tuple(
-        Service(**(row | {key: tuple(row[key]) for key in _TUPLES} | {"ready": Readiness(row["ready"])}))
-        for row in data["services"]
-    )
-    return Plan(**(data | {"services": services}))
+    """Return what `Plan.write` wrote.
+
+    Raises:
+        PlanUnreadable: the file is not there, or it holds something else.
+    """
+    try:
+        return _PLAN.validate_json(path.read_bytes(), strict=True)
+    except ValidationError:  # its text may hold the token
+        raise PlanUnreadable(f"{path} holds no plan of a stack") from None
+    except OSError as error:
+        raise PlanUnreadable(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 _BASE = ("server", "database")

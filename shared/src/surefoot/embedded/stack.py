@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from surefoot.embedded.layout import Layout
 from surefoot.embedded.plan import SERVICES, Plan, fill_in
@@ -186,7 +186,14 @@ def _why_it_ended(layout: Layout, pid: int) -> str:
 def _last_ports(layout: Layout) -> dict[str, int]:
     stack = read_stack(layout.home)
     urls = stack.urls if stack is not None else {}
-    return {name: int(url.rsplit(":", 1)[1].split("/")[0]) for name, url in urls.items() if name != "database"}
+    return {name: port for name, url in urls.items() if (port := _port_of(url)) is not None}
+
+
+def _port_of(url: str) -> int | None:
+    try:
+        return urlsplit(url).port
+    except ValueError:  # the file is not to be trusted
+        return None
 
 
 def _token(layout: Layout) -> str:

@@ -7,7 +7,9 @@ import os
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
 
 from surefoot.checkpoint.locks import holder_pid
 from surefoot.embedded.layout import Layout
@@ -50,8 +52,8 @@ class ServiceStatus:
     """
 
     state: ServiceState = ServiceState.WAITING
-    pid: int = 0
-    restarts: int = 0
+    pid: Annotated[int, Field(ge=0)] = 0
+    restarts: Annotated[int, Field(ge=0)] = 0
     since_seconds: float = 0.0
     detail: str = ""
 
@@ -70,7 +72,7 @@ class Stack:
         detail: How each of them ended.
     """
 
-    pid: int
+    pid: Annotated[int, Field(gt=0)]
     home: str
     urls: dict[str, str]
     token_file: str | None = None
@@ -92,16 +94,18 @@ class Stack:
         temporary.replace(path)
 
 
+_STACK = TypeAdapter(Stack)
+
+
 def read_stack(home: Path) -> Stack | None:
-    """Return what the supervisor wrote last; None: no stack was ever started there. It may have ended since."""
+    """Return what the supervisor wrote last; None: no stack was ever started there. It may have ended since.
+
+    A file that is none of the supervisor's is as if there were none.
+    """
     try:
-        data: dict[str, Any] = json.loads(Layout(home).stack_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return _STACK.validate_json(Layout(home).stack_file.read_bytes(), strict=True)
+    except (OSError, ValueError):  # pydantic's ValidationError is one
         return None
-    services = {
-        name: ServiceStatus(**(row | {"state": ServiceState(row["state"])})) for name, row in data["services"].items()
-    }
-    return Stack(**(data | {"state": StackState(data["state"]), "services": services}))
 
 
 def supervisor_pid(home: Path) -> int | None:

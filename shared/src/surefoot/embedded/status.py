@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from surefoot.embedded.child import answers_http
 from surefoot.embedded.layout import Layout
-from surefoot.embedded.plan import Readiness, Service, read_plan
+from surefoot.embedded.plan import PlanUnreadable, Readiness, Service, read_plan
 from surefoot.embedded.server import answers_ping
 from surefoot.embedded.stack_file import ServiceState, ServiceStatus, Stack, StackState, running_stack
 from surefoot.telemetry.health import HealthState, read_health
@@ -60,8 +60,14 @@ def report(home: Path) -> StackReport:
     if stack is None:
         return StackReport(None, [])
     layout = Layout(home)
-    services = [service for service in read_plan(layout.plan_file).services if service.ready is not Readiness.ENDED]
-    return StackReport(stack, [_report(layout, service, stack.services[service.name]) for service in services])
+    try:
+        plan = read_plan(layout.plan_file)
+    except PlanUnreadable as error:
+        return StackReport(stack, [ServiceReport("plan", "unreadable", False, str(error), 0, 0, 0.0)])
+    services = [service for service in plan.services if service.ready is not Readiness.ENDED]
+    return StackReport(
+        stack, [_report(layout, service, stack.services.get(service.name, ServiceStatus())) for service in services]
+    )
 
 
 def _report(layout: Layout, service: Service, status: ServiceStatus) -> ServiceReport:

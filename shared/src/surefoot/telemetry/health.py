@@ -92,9 +92,9 @@ def read_health(directory: Path, service: str) -> Health:
     try:
         data = json.loads((directory / f"{service}.json").read_text(encoding="utf-8"))
         health = Health(**(data | {"state": HealthState(data["state"])}))
+        age = time.monotonic() - float(health.monotonic_seconds)
     except (OSError, ValueError, TypeError, KeyError):
         return Health(service, HealthState.ABSENT, "it has not said anything", 0, 0.0, 0.0)
-    age = time.monotonic() - health.monotonic_seconds
     if age <= STALE_SECONDS:
         return health
     detail = f"its loop has not come round for {age:.0f} s"

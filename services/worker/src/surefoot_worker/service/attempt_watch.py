@@ -74,6 +74,8 @@ class AttemptWatch:
                     look(watched)
                 except (OSError, AttemptError) as error:
                     log.warning("attempt records cannot be read", job_id=job, error=str(error))
+                except Exception:  # the other jobs are looked at all the same
+                    log.exception("attempt records cannot be read", job_id=job)
 
 
 def look(watched: WatchedAttempts) -> None:

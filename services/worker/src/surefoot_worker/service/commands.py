@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,10 @@ from surefoot.errors import BusUnavailable
 from surefoot.events import StopTraining
 from surefoot.spec import JobSpec
 from surefoot_worker.handlers import COMMANDS
-from surefoot_worker.service.launcher_process import read_json, write_atomically
+from surefoot_worker.service.state_files import Delivered, read_state, write_state
 
 _BLOCK_SECONDS = 1.0
+_COUNT = 100
 _RETRY_SECONDS = 0.2
 _LONGEST_RETRY_SECONDS = 2.0
 
@@ -48,14 +48,15 @@ class CommandCourier:
         self._staging = staging
         self._bus = bus
         self._state_file = spec.job_run_dir / "delivered.json"
-        self._after = str(read_json(self._state_file).get("after", "0"))
+        self._after = read_state(self._state_file, Delivered).after
+        self._is_checked = self._after == "0"
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"commands-{spec.job}", daemon=True)
         self._thread.start()
 
     def acknowledge_stop(self) -> None:
         """Take note that the job has stopped as ordered."""
-        write_atomically(self._state_file, json.dumps({"after": self._after}))
+        write_state(self._state_file, Delivered(after=self._after))
 
     def close(self) -> None:
         """End the thread, which may take a second; the caller does not wait for it."""
@@ -70,7 +71,8 @@ class CommandCourier:
         while not self._stop.is_set():
             try:
                 if self._staging.exists():
-                    self._deliver(self._bus.read(commands_stream(self._job), self._after, 100, _BLOCK_SECONDS))
+                    self._check()
+                    self._deliver(self._bus.read(commands_stream(self._job), self._after, _COUNT, _BLOCK_SECONDS))
                     delay_seconds = _RETRY_SECONDS
                 else:
                     self._stop.wait(_RETRY_SECONDS)
@@ -80,6 +82,21 @@ class CommandCourier:
             except Exception:
                 log.exception("a command cannot be delivered", job_id=self._job)
                 self._stop.wait(_LONGEST_RETRY_SECONDS)
+
+    def _check(self) -> None:
+        """Begin anew, once, where the stream has nothing as new as what counts as delivered.
+
+        Then the file is wrong, or the bus lost what it had and counts again; waiting would be for ever.
+        """
+        if not self._is_checked:
+            newest = "0"
+            while entries := self._bus.read(commands_stream(self._job), newest, _COUNT, 0.0):
+                newest = entries[-1].id
+            if _order(self._after) > _order(newest):
+                if newest != "0":
+                    log.warning("commands are read from the first", job_id=self._job, after=self._after, newest=newest)
+                self._after = "0"
+            self._is_checked = True
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:
@@ -99,4 +116,9 @@ class CommandCourier:
                 log.error("a command cannot be understood", job_id=self._job, error=delivery.problem)
             self._after = delivery.id
         if deliveries:
-            write_atomically(self._state_file, json.dumps({"after": self._after}))
+            write_state(self._state_file, Delivered(after=self._after))
+
+
+def _order(entry_id: str) -> tuple[int, int]:
+    milliseconds, _, number = entry_id.partition("-")
+    return int(milliseconds), int(number or 0)

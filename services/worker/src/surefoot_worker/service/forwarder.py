@@ -10,6 +10,7 @@ from surefoot.bus.base import Bus, Outgoing
 from surefoot.bus.streams import EVENTS
 from surefoot.events import Message, decode_message
 from surefoot_worker.service.lines import LineTail
+from surefoot_worker.service.state_files import place_within
 
 
 class EventForwarder:
@@ -40,6 +41,7 @@ class EventForwarder:
         self._file_id, offset, line = done
         if self._file_id != _id_of(path):
             self._file_id, offset, line = "", 0, 0
+        offset, line = place_within(path, offset, line)
         self._tail = LineTail(path, offset, line)
         self._done = (offset, line)
         self._unsent: list[Outgoing] = []

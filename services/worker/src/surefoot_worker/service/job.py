@@ -33,6 +33,8 @@ from surefoot_worker.service.states import HAS_LAUNCHER, may_follow
 
 _AGAIN_SECONDS = 0.5
 _MOST_DEATHS_WITHOUT_ATTEMPT = 3
+_MOST_TROUBLES = 3
+_LONGEST_TROUBLE_SECONDS = 5.0
 _SUPERSEDED_GRACE_SECONDS = 2.0
 _READS_PER_TURN = 4
 """256 KiB each: a job that writes faster must not hold up the others."""
@@ -86,6 +88,8 @@ class SupervisedJob:
         self._launch_at: float | None = 0.0
         self._num_deaths = 0
         self._superseded_at: float | None = None
+        self._num_troubles = 0
+        self._not_before = 0.0
         self._cause = self._take_up()
 
     @property
@@ -93,9 +97,42 @@ class SupervisedJob:
         """Whether no launcher runs and none will be started."""
         return self.launcher is None and self._launch_at is None
 
+    def is_waiting(self, now: float) -> bool:
+        """Tell whether the job is left alone for a while, after an error that nobody expected."""
+        return now < self._not_before
+
     def turn(self, now: float) -> None:
-        """Do what is due: take note of events, of the launcher's end, start one."""
+        """Do what is due: take note of events, of the launcher's end, start one.
+
+        An error that nobody expected concerns this job alone. It is logged, and the turn comes again a little later;
+        a job without a living launcher has failed after three in succession, one that trains goes on.
+        """
+        if self.is_waiting(now):
+            return
+        try:
+            self._turn(now)
+        except Exception as error:
+            log.exception("a job's turn failed", job_id=self.spec.job)
+            self._num_troubles += 1
+            self._not_before = now + min(_LONGEST_TROUBLE_SECONDS, _AGAIN_SECONDS * 2**self._num_troubles)
+            if self.launcher is None and self._launch_at is None:
+                self._launch_at = now
+            if self._num_troubles >= _MOST_TROUBLES and (self.launcher is None or self.launcher.poll() is not None):
+                self._give_up(error)
+        else:
+            self._num_troubles = 0
+
+    def _give_up(self, error: Exception) -> None:
+        self.launcher = self._launch_at = None
+        if self._courier is not None:
+            self._courier.close()
+        if not self.is_lost:
+            self.run.go_if_allowed(JobState.FAILED, f"unexpected error of the worker, see its log: {error!r}")
+        self._around.pump.end(self.spec.job)
+
+    def _turn(self, now: float) -> None:
         if self.launcher is not None:
+            self._take_commands()
             self._observe()
             self._give_way(now)
             self._obey()
@@ -148,7 +185,7 @@ class SupervisedJob:
             self.run.reason = f"waits for process {holder}, which runs this job already"
             self._launch_at = now + _AGAIN_SECONDS
             return
-        self._launch_at = None
+        self._launch_at = self._courier = None
         self.run.started_at = self.run.started_at or datetime.now(UTC)
         if self.run.state is JobState.PENDING:
             self.run.go(JobState.STARTING, self._cause)
@@ -162,8 +199,12 @@ class SupervisedJob:
         except (OSError, AttemptError) as error:
             self._settle(JobState.FAILED, f"no launcher can be started: {error}")
             return
-        self._courier = CommandCourier(self.spec, self.staging, self._around.bus, lambda: self.run.attempt)
         log.info("launcher started", job_id=self.spec.job, pid=self.launcher.pid, cause=self._cause)
+        self._take_commands()
+
+    def _take_commands(self) -> None:
+        if self._courier is None:
+            self._courier = CommandCourier(self.spec, self.staging, self._around.bus, lambda: self.run.attempt)
 
     def _is_from_seed(self) -> bool:
         if not self._from_seed:
@@ -211,13 +252,17 @@ class SupervisedJob:
         with suppress(OSError, AttemptError):  # then the index lacks them until the job runs again
             look(self.attempts)
         explanation = self.launcher.explanation() if code > 0 else ""
-        self.launcher = None
         if self._courier is not None:
             self._courier.close()
             if self._courier.stop_order is not None:
                 self._courier.acknowledge_stop()
         self.run.exit_code = code
         log.info("launcher ended", job_id=self.spec.job, exit_code=code)
+        self._conclude(code, explanation, now)
+        self.launcher = None  # last: what failed on the way here comes again
+
+    def _conclude(self, code: int, explanation: str, now: float) -> None:
+        """Settle what becomes of the job after its launcher."""
         if code == EXIT_OK:
             self._settle(JobState.SUCCEEDED, self.run.end_reason or "every rank finished")
         elif self._wish is not None and (code == EXIT_PREEMPTED or code < 0 or self._is_forced):

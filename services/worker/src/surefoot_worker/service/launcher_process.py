@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from surefoot.spec import JobSpec
+from surefoot_worker.service.state_files import write_atomically
 
 LAUNCHER_COMMAND = (sys.executable, "-m", "surefoot_worker.launcher")
 _EXPLANATION_BYTES = 4096
@@ -55,11 +54,13 @@ class LauncherProcess:
         return self._process.pid
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable once the process has ended."""
+        """Return a descriptor that is readable once the process has ended; -1 once `poll` has said so."""
         return self._pidfd
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal; nothing happens when it has ended."""
+        if self._pidfd < 0:
+            return
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 
@@ -77,19 +78,3 @@ class LauncherProcess:
         lines = data.decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
         return last.removeprefix("surefoot: ").removeprefix("error: ")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's content; a reader sees the old or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """Return what `write_atomically` wrote; an empty mapping where there is nothing, or nothing that can be read."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import deque
@@ -20,8 +19,8 @@ from surefoot.errors import BusUnavailable
 from surefoot.events import Message, RankFailed, RankHung, StepCompleted
 from surefoot.spec import JobSpec
 from surefoot_worker.service.forwarder import EventForwarder
-from surefoot_worker.service.launcher_process import read_json, write_atomically
 from surefoot_worker.service.rank_output import RankOutput
+from surefoot_worker.service.state_files import Forwarded, read_state, write_state
 
 _TAIL_SECONDS = 0.05
 _OUTPUT_SECONDS = 0.2
@@ -31,6 +30,11 @@ _FORWARDS_PER_TURN = 4
 _RETRY_SECONDS = 0.5
 _MOST_WAITING_LINES = 2000
 _FLUSH_SECONDS = 5.0
+_TROUBLE_SECONDS = 5.0
+"""A job whose turn failed for no known reason is left alone for so long; the others do not wait for it."""
+
+_OWN = ""
+"""In place of a job's name: the worker's own messages."""
 
 log = structlog.get_logger(__name__)
 
@@ -49,12 +53,10 @@ class Feed:
         self._bus = bus
         self._state_file = spec.job_run_dir / "forwarded.json"
         self._staging = staging_folder_path(spec.checkpoint.staging_dir, spec.job, spec.storage)
-        done: dict[str, Any] = read_json(self._state_file)
+        done = read_state(self._state_file, Forwarded)
         self._step: StepCompleted | None = None
-        position = tuple(done.get("events", ("", 0, 0)))
-        self._events = EventForwarder(spec.job, spec.events_path, bus, position, self._note)
-        output = {name: tuple(place) for name, place in done["output"].items()} if "output" in done else None
-        self._output = RankOutput(spec, self._staging, lines_per_second, output)
+        self._events = EventForwarder(spec.job, spec.events_path, bus, done.events, self._note)
+        self._output = RankOutput(spec, self._staging, lines_per_second, done.output)
         self._lines: deque[Outgoing] = deque(maxlen=_MOST_WAITING_LINES)
         self._looked_at = self._saved_at = 0.0
         self._saved: object = None
@@ -137,9 +139,9 @@ class Feed:
         if not at_once and now - self._saved_at < _SAVE_SECONDS:
             return
         self._saved_at = now
-        state = {"events": self._events.position, "output": self._output.position}
+        state = Forwarded(events=self._events.position, output=self._output.position)
         if state != self._saved and self._state_file.parent.exists():
-            write_atomically(self._state_file, json.dumps(state))
+            write_state(self._state_file, state)
             self._saved = state
 
 
@@ -160,6 +162,7 @@ class Pump:
         self._guard = threading.Lock()
         self._stop = threading.Event()
         self._problem: str | None = None
+        self._not_before: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
 
     def start(self) -> None:
@@ -209,9 +212,10 @@ class Pump:
     def _round(self) -> bool:
         """Let everybody have a turn; True when the bus answered everybody."""
         now = time.monotonic()
-        good = self._guarded("worker", self._send_own)
+        good = now < self._not_before.get(_OWN, 0.0) or self._guarded(_OWN, self._send_own)
         for feed in list(self._feeds.values()):
-            good = self._guarded(feed.job, partial(self._turn, feed, now)) and good
+            if now >= self._not_before.get(feed.job, 0.0):
+                good = self._guarded(feed.job, partial(self._turn, feed, now)) and good
         if good and self._problem is not None:
             log.info("the bus answers again")
             self._problem = None
@@ -227,6 +231,7 @@ class Pump:
             with self._guard:
                 if not feed.is_busy:
                     del self._feeds[feed.job]
+                    self._not_before.pop(feed.job, None)
 
     def _send_own(self) -> None:
         while self._own:
@@ -243,6 +248,6 @@ class Pump:
             return False
         except Exception:
             log.exception("a job's events or output cannot be carried on", job_id=job)
-            self._stop.wait(_RETRY_SECONDS)
+            self._not_before[job] = time.monotonic() + _TROUBLE_SECONDS
         return True
 

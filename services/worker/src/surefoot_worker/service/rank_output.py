@@ -11,6 +11,7 @@ from surefoot.events import LogLine
 from surefoot.progress import ProgressReader, progress_path
 from surefoot.spec import JobSpec
 from surefoot_worker.service.lines import LineTail
+from surefoot_worker.service.state_files import place_within
 
 _LONGEST_TEXT = 8192
 _BURST_SECONDS = 5.0
@@ -42,7 +43,7 @@ class RankOutput:
         for rank in range(num_ranks):
             for ending, stream in (("out", "stdout"), ("err", "stderr")):
                 name = f"rank-{rank:05d}.{ending}"
-                tail = LineTail(logs / name, *(done or {}).get(name, (0, 0)))
+                tail = LineTail(logs / name, *place_within(logs / name, *(done or {}).get(name, (0, 0))))
                 if done is None:
                     tail.skip_to_end()
                 self._files.append((rank, "stdout" if stream == "stdout" else "stderr", tail))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -31,6 +32,8 @@ _FORCED_SECONDS = 10.0
 _NUM_FORCED = 2
 """A second SIGTERM, on which a launcher gives storage 5 s more, then SIGKILL."""
 _DRAIN_SECONDS = 30.0
+_TROUBLE_SECONDS = 10.0
+"""A job that cannot be taken up for a reason that nobody expected is tried again after this."""
 _RESTING = {"STOPPED": JobState.STOPPED, "PAUSED": JobState.PAUSED}
 
 log = structlog.get_logger(__name__)
@@ -65,6 +68,7 @@ class Supervisor:
         self._saved_at: dict[str, float] = {}
         self._polled_at = 0.0
         self._staging: set[Path] = set()
+        self._not_before: dict[str, float] = {}
 
     def turn(self) -> None:
         """Wait for an event, half a second at most, and do what is due. Jobs first: they need no database.
@@ -86,11 +90,11 @@ class Supervisor:
             StagingLeft: what is in memory could not be written to storage in time.
         """
         for job in self._jobs.values():
-            job.ask(JobState.PENDING, "stopped with the worker")
+            _guarded(job, partial(job.ask, JobState.PENDING, "stopped with the worker"))
         self._until(lambda: not self._running(), self._settings.stop_seconds)
         for _ in range(_NUM_FORCED):
             for job in self._running():
-                job.force()
+                _guarded(job, job.force)
             self._until(lambda: not self._running(), min(_FORCED_SECONDS, self._settings.stop_seconds))
         self._try_to_sync()
         drains = [folder / "drain.lock" for folder in self._staging]
@@ -114,7 +118,10 @@ class Supervisor:
             self._sync(take=False)
 
     def _supervise(self, timeout_seconds: float) -> None:
-        select.select([job.launcher for job in self._jobs.values() if job.launcher], [], [], timeout_seconds)
+        now = time.monotonic()
+        # Of one that is left alone for a while the launcher may have ended, which would wake us again and again.
+        candidates = [job.launcher for job in self._jobs.values() if job.launcher and not job.is_waiting(now)]
+        select.select([launcher for launcher in candidates if launcher.fileno() >= 0], [], [], timeout_seconds)
         now = time.monotonic()
         for job in self._jobs.values():
             job.turn(now)
@@ -142,9 +149,30 @@ class Supervisor:
         for name, job in self._jobs.items():
             row = wanted.get(name)
             if row is not None and row.desired_state in _RESTING:
-                job.ask(_RESTING[row.desired_state], f"{row.desired_state.lower()} on request")
+                reason = f"{row.desired_state.lower()} on request"
+                _guarded(job, partial(job.ask, _RESTING[row.desired_state], reason))
             elif row is not None and row.worker not in (self._me, None):
-                job.lose()
+                _guarded(job, job.lose)
+
+    def _save_all(
+        self, due: Sequence[SupervisedJob], records: Mapping[str, Mapping[int, AttemptRecord]]
+    ) -> dict[str, bool]:
+        """Write jobs in one transaction, or each in its own where one of them cannot be written.
+
+        Returns:
+            By job that was written: whether this worker still has it.
+        """
+        try:
+            with self._database.write() as session:
+                return {job.spec.job: self._write_one(session, job, records[job.spec.job]) for job in due}
+        except CatalogueUnavailable:
+            raise
+        except Exception:
+            log.exception("a job cannot be written", job_id=", ".join(job.spec.job for job in due))
+            if len(due) == 1:
+                return {}
+        parts = [self._save_all([job], records) for job in due]
+        return {name: kept for part in parts for name, kept in part.items()}
 
     def _write(self, now: float) -> None:
         due = [job for job in self._jobs.values() if self._is_due(job, now)]
@@ -152,14 +180,13 @@ class Supervisor:
             return
         # Once: the watching thread may replace it at any moment.
         records = {job.spec.job: job.attempts.records for job in due}
-        with self._database.write() as session:
-            kept = {job.spec.job: self._write_one(session, job, records[job.spec.job]) for job in due}
-        for job in due:
+        kept = self._save_all(due, records)
+        for job in [job for job in due if job.spec.job in kept]:
             name = job.spec.job
             self._saved[name], self._saved_at[name] = _values(job.run), now
             self._known_attempts.setdefault(name, set()).update(records[name])
             if not kept[name]:
-                job.lose()
+                _guarded(job, job.lose)
             if job.is_over:
                 self._forget(job)
 
@@ -189,13 +216,22 @@ class Supervisor:
 
     def _take(self, wanted: Mapping[str, runs.Wanted], now: float) -> None:
         for row in wanted.values():
-            if row.job in self._jobs or not self._may_take(row, now):
+            if row.job in self._jobs or not self._may_take(row, now) or now < self._not_before.get(row.job, 0.0):
                 continue
-            if row.desired_state in _RESTING:
-                if row.is_new or row.state is not _RESTING[row.desired_state]:
-                    self._settle(row, _RESTING[row.desired_state])
-            elif len(self._jobs) < self._settings.max_jobs:
-                self._take_one(row)
+            try:
+                self._take_or_settle(row)
+            except CatalogueUnavailable:
+                raise
+            except Exception:  # the other jobs have no part in it
+                log.exception("a job cannot be taken up", job_id=row.job)
+                self._not_before[row.job] = now + _TROUBLE_SECONDS
+
+    def _take_or_settle(self, row: runs.Wanted) -> None:
+        if row.desired_state in _RESTING:
+            if row.is_new or row.state is not _RESTING[row.desired_state]:
+                self._settle(row, _RESTING[row.desired_state])
+        elif len(self._jobs) < self._settings.max_jobs:
+            self._take_one(row)
 
     def _may_take(self, row: runs.Wanted, now: float) -> bool:
         if row.worker in (None, self._me):
@@ -209,17 +245,26 @@ class Supervisor:
             return
         taken.run.on_change = self._say
         try:
-            spec = parse_spec(taken.spec).absolute()
+            job = self._supervised(taken)
         except UsageError as error:
             self._finish(taken.run, JobState.FAILED, f"the spec cannot be used: {error}")
             return
-        log.info("job taken", job_id=row.job, state=taken.run.state)
-        job = SupervisedJob(
-            spec, taken.run, from_seed=taken.from_seed, attempts=self._attempts.add(spec), surroundings=self._around
-        )
+        except Exception as error:  # the other jobs of this worker have no part in it
+            log.exception("a job cannot be taken up", job_id=row.job)
+            self._attempts.remove(row.job)
+            self._finish(taken.run, JobState.FAILED, f"unexpected error of the worker, see its log: {error!r}")
+            return
         self._staging.add(job.staging)
         self._jobs[row.job] = job
         job.turn(time.monotonic())
+
+    def _supervised(self, taken: runs.Taken) -> SupervisedJob:
+        spec = parse_spec(taken.spec).absolute()
+        log.info("job taken", job_id=spec.job, state=taken.run.state)
+        attempts = self._attempts.add(spec)
+        return SupervisedJob(
+            spec, taken.run, from_seed=taken.from_seed, attempts=attempts, surroundings=self._around
+        )
 
     def _settle(self, row: runs.Wanted, state: JobState) -> None:
         """Put a job that does not run here into the state that is wanted of it."""
@@ -239,6 +284,14 @@ class Supervisor:
         self._around.pump.say(
             JobStateChanged(job=run.job, attempt=run.attempt, state=run.state, reason=run.reason)
         )
+
+
+def _guarded(job: SupervisedJob, action: Callable[[], None]) -> None:
+    """Do something with one job; what goes wrong is no reason to leave the others alone."""
+    try:
+        action()
+    except Exception:
+        log.exception("an order to a job failed", job_id=job.spec.job)
 
 
 def _values(run: RunState) -> tuple[object, ...]:
