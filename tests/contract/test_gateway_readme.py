@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from surefoot_gateway.settings import Settings
+from surefoot_gateway.settings import GatewaySettings
 from surefoot_gateway.table import METRICS, Metric
 
 README = (Path(__file__).parents[2] / "services" / "gateway" / "README.md").read_text()
@@ -27,6 +27,6 @@ def test_no_metric_of_the_readme_is_gone() -> None:
 
 def test_every_setting_is_in_the_readme_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `(SUREFOOT_\w+)` \| `([^`]*)` ", README, re.MULTILINE))
-    fields = {f"SUREFOOT_{name.upper()}": str(field.default) for name, field in Settings.model_fields.items()}
+    fields = {f"SUREFOOT_{name.upper()}": str(field.default) for name, field in GatewaySettings.model_fields.items()}
     not_used = {"SUREFOOT_DATABASE_URL"}
     assert rows == {name: default for name, default in fields.items() if name not in not_used}

@@ -17,7 +17,7 @@ from surefoot.spec import parse_spec
 from surefoot.testing.faults import blow_up
 
 SOURCES = Path(__file__).parents[2] / "shared" / "src"
-STEPS, BAD_STEP = 330, 220
+STEPS, BAD_STEP = 300, 200
 
 
 def spec_of(home: Path) -> dict[str, object]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,10 +22,11 @@ from surefoot.bus.publisher import Publisher
 from surefoot.bus.redis_bus import RedisBus
 from surefoot.catalogue.database import Database
 from surefoot.catalogue.models import Run
+from surefoot.listening import listen
 from surefoot_api.app import make_app
 from surefoot_api.following import Follower
 from surefoot_api.parts import Parts
-from surefoot_api.server import Server, listen
+from surefoot_api.server import Server
 from surefoot_api.settings import ApiSettings
 
 
@@ -75,7 +75,7 @@ def serving(settings: ApiSettings, database: Database, bus: RedisBus) -> Iterato
     stopping = threading.Event()
     parts = Parts(settings, database, bus, Publisher(bus, "api"), stopping)
     app = make_app(parts)
-    server = Server(app, listen(settings.api_host, settings.api_port))
+    server = Server(app, listen(settings.api_host, settings.api_port, "SUREFOOT_API"))
     parts.readiness.found(frozenset())
     url = f"http://127.0.0.1:{server.port}"
     with httpx.Client(base_url=url, timeout=20) as client:
@@ -84,13 +84,6 @@ def serving(settings: ApiSettings, database: Database, bus: RedisBus) -> Iterato
         finally:
             stopping.set()
             server.stop()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

@@ -16,7 +16,6 @@ import argparse
 import os
 import signal
 import sys
-import threading
 import types
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +27,7 @@ from surefoot.checkpoint.store import LocalStore
 from surefoot.events import AttemptStarted, Event, JobFinished, JobState, JsonlSink, StepCompleted
 from surefoot.processes import set_parent_death_signal
 from surefoot.progress import Phase, ProgressPage, progress_path
+from surefoot.runtime import StopEvent
 from surefoot.spec import JobSpec, load_spec
 
 STEP_SECONDS = 0.02
@@ -45,7 +45,7 @@ class FakeLauncher:
         self.spec, self.cause, self.from_seed = spec, cause, from_seed
         self.sink = JsonlSink(spec.events_path)
         self.staging = staging_folder_path(spec.checkpoint.staging_dir, spec.job, spec.storage)
-        self.asked = threading.Event()
+        self.asked = StopEvent()
         self.output = spec.job_run_dir / "logs" / "rank-00000.out"
 
     def emit(self, event: Event) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from helpers.waiting import wait_until
 from surefoot import sdk
 from surefoot.checkpoint.attempts import AttemptLog, AttemptRecord
 from surefoot.checkpoint.catalog import list_committed
@@ -101,10 +102,8 @@ class Place:
         write_command(self.staging, kind(job=JOB, number=number, attempt=attempt, reason="test", **fields))
 
     def wait_committed(self, attempt: int, step: int) -> None:
-        deadline = time.monotonic() + 20
-        while CheckpointId(attempt, step) not in list_committed(self.store):
-            assert time.monotonic() < deadline, f"step {step} of attempt {attempt} did not become durable"
-            time.sleep(0.002)
+        here = CheckpointId(attempt, step)
+        wait_until(lambda: here in list_committed(self.store), 20, f"{here} is durable", every_seconds=0.002)
 
     def events(self, *kinds: type[Event]) -> list[Any]:
         found, _ = read_events(self.root / "run" / JOB / "events.jsonl")

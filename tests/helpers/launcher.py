@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from helpers.jobs import Job
+from helpers.waiting import wait_until
 from surefoot.events import RanksRestarted
 from surefoot.processes import JOB_KEY_ENVIRONMENT_KEY
 
@@ -18,9 +19,7 @@ RING = Path(__file__).parent / "ring.py"
 def until(condition: Callable[[], bool], what: str, timeout_seconds: float = 30.0) -> float:
     """Wait for a condition and return the seconds it took."""
     began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < timeout_seconds, f"{what}: not within {timeout_seconds} s"
-        time.sleep(0.005)
+    wait_until(condition, timeout_seconds, what, every_seconds=0.005)
     return time.monotonic() - began
 
 

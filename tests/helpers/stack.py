@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import statistics
-from pathlib import Path
 from typing import Any
 
 from helpers.jobs import Job
@@ -100,7 +99,3 @@ def step_seconds(job: Job, since: float, until: float) -> float:
     """Median seconds of the steps that ended between two moments (CLOCK_MONOTONIC)."""
     steps = [e for e in job.events(StepCompleted) if since <= e.monotonic_seconds < until]
     return statistics.median(max(event.step_seconds) for event in steps)
-
-
-def staging_is_gone(job: Job) -> bool:
-    return not Path(job.staging).exists()

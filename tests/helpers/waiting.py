@@ -1,4 +1,4 @@
-"""Wait for something with a deadline; the only place of the tests that sleeps."""
+"""Wait for something with a deadline, never for a time."""
 
 from __future__ import annotations
 

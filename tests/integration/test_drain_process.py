@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from helpers.staging import Ranks, claim, storage_files
+from helpers.waiting import wait_until
 from surefoot.checkpoint.catalog import list_committed, verify
 from surefoot.checkpoint.drain_start import start_drain
 from surefoot.checkpoint.ids import CheckpointId
@@ -66,13 +67,6 @@ def job(tmp_path):
 
 def ids(*pairs):
     return [CheckpointId(*pair) for pair in pairs]
-
-
-def wait_until(condition, timeout_seconds=20.0):
-    deadline = time.monotonic() + timeout_seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.01)
 
 
 # Writes of a drain of two ranks: shard, part, shard, part, manifest.
@@ -145,11 +139,11 @@ def test_saves_become_durable_where_events_cannot_go(job):
 def test_a_second_drain_leaves_at_once(job):
     job.folder.hold_session()
     first = job.start()
-    wait_until((job.folder.path / "drain.lock").exists)
+    wait_until((job.folder.path / "drain.lock").exists, 20, "the drain has its lock")
     # The lock file is there a moment before it is locked; from then on every other drain ends with 0.
     claim(job.store, 0)
     Ranks(job.folder, attempt=1).save(1, persist=True)
-    wait_until(lambda: list_committed(job.store))
+    wait_until(lambda: list_committed(job.store), 20, "a checkpoint is committed")
     assert job.run() == 0
     assert first.poll() is None
     job.folder.release_session()
@@ -166,7 +160,7 @@ def test_it_wakes_up_when_told_to(job):
     for step in (1, 2, 3):
         assert ranks.save(step, persist=True)
         job.folder.wake()
-        wait_until(lambda step=step: CheckpointId(1, step) in list_committed(job.store))
+        wait_until(lambda step=step: CheckpointId(1, step) in list_committed(job.store), 20, f"{step} is committed")
     assert drain.poll() is None
     assert ranks.save(4)
     job.folder.release_session()
@@ -181,7 +175,7 @@ def test_the_salvage_waits_out_the_linger(job):
     Ranks(job.folder, attempt=1).save(10)
     start = time.monotonic()
     drain = job.start("--linger-seconds", "1.5")
-    wait_until(lambda: list_committed(job.store))
+    wait_until(lambda: list_committed(job.store), 20, "a checkpoint is committed")
     assert time.monotonic() - start >= 1.5
     drain.communicate(timeout=30)
     assert list_committed(job.store) == ids((1, 10))
@@ -225,7 +219,7 @@ def test_storage_that_is_gone_is_said_and_waited_for(job):
     assert b"next try in 0.1 s: no record of attempt 1" in next(line for line in drain.stderr if b"failed" in line)
     assert not job.storage.exists()
     unmounted.rename(job.storage)
-    wait_until(lambda: list_committed(job.store) == ids((1, 10)))
+    wait_until(lambda: list_committed(job.store) == ids((1, 10)), 20, "step 10 is committed")
     job.folder.release_session()
     drain.communicate(timeout=30)
     ranks.check_committed(job.store, 10)
@@ -245,7 +239,7 @@ def test_the_drain_keeps_no_descriptor_of_its_starter(job):
         # Both ends come only when the drain has closed its copies, and it lives on.
         assert ours.recv(1) == b""
         assert reader.read() == b""
-        wait_until(lambda: holder_pid(job.folder.path / "drain.lock") == pid)
+        wait_until(lambda: holder_pid(job.folder.path / "drain.lock") == pid, 20, "the drain has its lock")
         open_files = {path.readlink() for path in Path(f"/proc/{pid}/fd").iterdir()}
         ours_now = [path for path in open_files if not path.is_relative_to(job.folder.path)]
         assert sorted(map(str, ours_now)) == [os.devnull, str(job.log)]
@@ -278,12 +272,12 @@ time.sleep(60)
         [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, start_new_session=True
     )
     pid = int(starter.stdout.readline())
-    wait_until(lambda: "surefoot.checkpoint.drain" in Path(f"/proc/{pid}/cmdline").read_text())
+    wait_until(lambda: "surefoot.checkpoint.drain" in Path(f"/proc/{pid}/cmdline").read_text(), 20, "the drain starts")
     assert b"SUREFOOT_JOB_KEY" not in Path(f"/proc/{pid}/environ").read_bytes()
     os.killpg(starter.pid, signal.SIGKILL)
     starter.communicate()
     assert len(find_job_processes(key)) == 1  # what the script started
-    wait_until(lambda: not job.folder.path.exists())
+    wait_until(lambda: not job.folder.path.exists(), 20, "the staging folder is gone")
     assert find_job_processes(key) == []
     assert list_committed(job.store) == ids((1, 10))
     verify(job.store, CheckpointId(1, 10))

@@ -1,16 +1,20 @@
 """Run a service: signals, logs, health, and a loop that waits for what it depends on instead of dying.
 
-A service's `main()` is `return run_service("detector", Settings(), build)`. Its `build(runtime)` makes and connects
-the parts, and returns one bounded turn of the loop, a second at most when idle: `return consumer.turn`, say.
+A service's `main()` is `return run_service(NAME, load_settings(DetectorSettings), build)`. Its `build(runtime)` makes
+and connects the parts, and returns one bounded turn of the loop, a second at most when idle: `return consumer.turn`,
+say.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import select
 import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import FrameType
 
 import structlog
@@ -29,18 +33,53 @@ LONGEST_RETRY_SECONDS = 2.0
 log = structlog.get_logger(__name__)
 
 
+class StopEvent(threading.Event):
+    """An event that a signal handler may set.
+
+    A handler runs between two instructions of the main thread. If those are in `wait` of a plain Event, its `set`
+    waits for a lock that the same thread holds: for ever. Here `set` takes no lock; a pipe wakes who waits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_set = False
+        self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def is_set(self) -> bool:
+        """Return whether it is set. Any thread."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Set it, for good. Any thread, any signal handler."""
+        self._is_set = True
+        with suppress(BlockingIOError):  # it has been set very often
+            os.write(self._writer, b"!")
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, `timeout` seconds at most. Any thread; the byte stays, so that all of them wake."""
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN)
+        poll.poll(None if timeout is None else max(0, math.ceil(1000 * timeout)))
+        return self._is_set
+
+    def close(self) -> None:
+        """Give the descriptors back. Nobody may use it any more."""
+        os.close(self._reader)
+        os.close(self._writer)
+
+
 class Runtime:
     """What a service gets from its surroundings.
 
     Attributes:
         name: Of the service.
         stopping: Set once SIGTERM or SIGINT came; long waits must look at it.
-        on_exit: What is to be closed, in reverse order, when the service ends.
+        on_exit: What is to be closed, in reverse order, when the service ends or `build` raises Unavailable.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.stopping = threading.Event()
+        self.stopping = StopEvent()
         self.on_exit = ExitStack()
 
 
@@ -90,6 +129,8 @@ def _loop(runtime: Runtime, health: HealthFile, build: Callable[[Runtime], Turn]
                 log.info("started")
             turn()
         except Unavailable as error:
+            if turn is None:
+                runtime.on_exit.close()  # of the parts that this build made; the next build makes them anew
             health.turn(HealthState.WAITING, str(error))
             runtime.stopping.wait(outage.next_delay_seconds(error))
         else:

@@ -1,4 +1,8 @@
-"""Settings that all services share. Each service adds its own in `settings.py`, prefix SUREFOOT_<SERVICE>_."""
+"""Settings that all services share.
+
+Each service adds its own by a subclass in its `settings.py`, as fields `<service>_<name>`: the prefix SUREFOOT_ makes
+SUREFOOT_<SERVICE>_<NAME> of them, and those here keep their one name for all.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,5 @@ def load_settings(cls: type[SettingsType]) -> SettingsType:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0]) if first["loc"] else cls.__name__
-        prefix = str(cls.model_config.get("env_prefix", ""))
-        # A validation alias is the variable's whole name already.
-        variable = name if name.isupper() else f"{prefix}{name}".upper()
+        variable = f"{cls.model_config.get('env_prefix', '')}{name}".upper()
         raise UsageError(variable, f"{first['msg']} (got {first['input']!r})") from None

@@ -21,10 +21,11 @@ from surefoot.bus.streams import EVENTS
 from surefoot.catalogue.database import Database
 from surefoot.errors import SurefootError
 from surefoot.events import DataPrepared
+from surefoot.listening import listen
 from surefoot_api import entries, following, server
 from surefoot_api.following import Follower, Subscription
 from surefoot_api.problems import ProblemError
-from surefoot_api.server import Server, listen
+from surefoot_api.server import Server
 from surefoot_api.settings import ApiSettings
 
 
@@ -151,7 +152,7 @@ def test_a_busy_server_is_left_alone_and_a_stuck_one_is_not(monkeypatch: pytest.
     monkeypatch.setattr(server, "MAX_STUCK_SECONDS", 0.8)
     monkeypatch.setattr(server, "GRACE_SECONDS", 1.0)
     app = Watched()
-    running = Server(app, listen("127.0.0.1", 0))
+    running = Server(app, listen("127.0.0.1", 0, "SUREFOOT_API"))
     try:
         for _ in range(6):
             running.check()  # nothing is answered for more than a second, and the loop comes round

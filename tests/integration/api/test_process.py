@@ -14,10 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from helpers.api import api_process, free_port, until_ready
+from helpers.api import api_process, until_ready
 from helpers.jobs import Job
 from helpers.launcher import finish, started
 from helpers.rows import NOW, job_row
+from helpers.server import free_port
 from helpers.sse import reading
 from helpers.waiting import wait_until
 from surefoot.bus.base import Outgoing

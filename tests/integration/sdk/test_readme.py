@@ -40,7 +40,7 @@ def test_under_surefoot_run(make_job, script, start_method):
 @pytest.mark.parametrize(
     "command",
     [
-        [sys.executable],
+        pytest.param([sys.executable], marks=pytest.mark.slow),
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "20"],
     ],
     ids=["python", "torchrun"],

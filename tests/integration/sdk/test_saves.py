@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.waiting import wait_until
 from surefoot.checkpoint.attempts import Source
 from surefoot.checkpoint.catalog import verify
 from surefoot.checkpoint.ids import CheckpointId, folder_name
@@ -21,14 +22,6 @@ from surefoot.progress import ProgressPage, progress_path
 from surefoot.testing.faults import FaultInjector, kill
 
 SLOW_STEP = ["--step-seconds", "0.02"]
-
-
-def wait_until(condition, timeout_seconds=30.0):
-    deadline = time.monotonic() + timeout_seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.005)
-    return result
 
 
 def step_of(job, rank=0):
@@ -79,14 +72,14 @@ def test_c4_a_blocked_writer_writes_what_was_saved(make_job):
     job = make_job("blocked", trainer=["--steps", "40", "--step-seconds", "0.05"], checkpoint={"save_every_steps": 10})
     process = job.start()
     try:
-        wait_until(lambda: step_of(job) >= 2)
-        drain = wait_until(lambda: drain_of(job))
+        wait_until(lambda: step_of(job) >= 2, 30, "step 2 is trained")
+        drain = wait_until(lambda: drain_of(job), 30, "there is a drain")
         os.kill(drain, signal.SIGSTOP)
         assert step_of(job) < 10
-        wait_until(lambda: step_of(job) >= 15)
+        wait_until(lambda: step_of(job) >= 15, 30, "step 15 is trained")
         assert job.committed() == []
         os.kill(drain, signal.SIGCONT)
-        wait_until(lambda: CheckpointId(1, 10) in job.committed())
+        wait_until(lambda: CheckpointId(1, 10) in job.committed(), 30, "step 10 is committed")
     finally:
         os.kill(drain, signal.SIGCONT)
         process.communicate(timeout=60)
@@ -125,10 +118,10 @@ def test_c7_a_rank_killed_in_the_middle_of_a_save(make_job):
 def test_a_killed_drain_is_replaced_and_no_save_is_lost(make_job):
     job = make_job(trainer=["--steps", "60", "--step-seconds", "0.05"], checkpoint={"save_every_steps": 10})
     process = job.start()
-    wait_until(lambda: step_of(job) >= 3)
-    first = wait_until(lambda: drain_of(job))
+    wait_until(lambda: step_of(job) >= 3, 30, "step 3 is trained")
+    first = wait_until(lambda: drain_of(job), 30, "there is a drain")
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: drain_of(job) not in (None, first))
+    wait_until(lambda: drain_of(job) not in (None, first), 30, "there is another drain")
     process.communicate(timeout=60)
     assert process.returncode == 0
     # A save that is due while the one before waits for the new drain follows as soon as that is written.
@@ -144,14 +137,14 @@ def test_sigkill_of_the_launcher_leaves_no_process_and_loses_no_step(make_job):
     """5 s after the SIGKILL nothing of the job runs, the drain included, and the newest snapshot is durable."""
     job = make_job(trainer=["--steps", "500", "--step-seconds", "0.02"])
     process = job.start()
-    wait_until(lambda: step_of(job) >= 20)
-    drain = wait_until(lambda: drain_of(job))
+    wait_until(lambda: step_of(job) >= 20, 30, "step 20 is trained")
+    drain = wait_until(lambda: drain_of(job), 30, "there is a drain")
     process.send_signal(signal.SIGKILL)
     killed_at = time.monotonic()
     process.communicate(timeout=20)
     reached = step_of(job)
-    wait_until(lambda: not find_job_processes(job.staging.name))
-    wait_until(lambda: is_over(drain))
+    wait_until(lambda: not find_job_processes(job.staging.name), 30, "the ranks are gone")
+    wait_until(lambda: is_over(drain), 30, "the drain has ended")
     assert time.monotonic() - killed_at < 5.0
     assert not job.staging.exists()
     (saved,) = job.committed()
@@ -188,11 +181,11 @@ def test_an_outage_of_storage_costs_no_snapshots(make_job):
     job = make_job(trainer=["--steps", "90", "--step-seconds", "0.05"], checkpoint={"save_every_steps": 5})
     process = job.start()
     try:
-        wait_until(lambda: step_of(job) >= 2)
-        drain = wait_until(lambda: drain_of(job))
+        wait_until(lambda: step_of(job) >= 2, 30, "step 2 is trained")
+        drain = wait_until(lambda: drain_of(job), 30, "there is a drain")
         os.kill(drain, signal.SIGSTOP)
         with FaultInjector(job.staging, [kill(rank=1).at(step=40)]) as injector:
-            wait_until(lambda: len(job.records()) == 2)
+            wait_until(lambda: len(job.records()) == 2, 30, "a second attempt has begun")
         reached = injector.done[0].step
         assert job.records()[2].starts_from.step >= reached - 1
     finally:
@@ -244,10 +237,10 @@ def test_storage_that_vanished_is_no_new_job(make_job):
     """The storage folder goes (an unmount, say) and a rank dies: the job stops and says so, it never starts over."""
     job = make_job(trainer=["--steps", "200", "--step-seconds", "0.05"])
     process = job.start()
-    wait_until(lambda: step_of(job) >= 5)
+    wait_until(lambda: step_of(job) >= 5, 30, "step 5 is trained")
     hidden = job.storage.rename(job.storage.with_name("unmounted"))
     with FaultInjector(job.staging, [kill(rank=1).at(step=8)]):
-        wait_until(lambda: len(job.events(RankFailed)) == 2)
+        wait_until(lambda: len(job.events(RankFailed)) == 2, 30, "both ranks have failed")
     killed, refused = job.events(RankFailed)
     assert killed.exit_code == -9
     assert refused.error_type == "NoUsableCheckpoint"

@@ -77,8 +77,10 @@ class Worker:
 
     def __init__(self, catalogue: Catalogue, bus: Bus, command: Sequence[str], **settings: Any) -> None:
         self.catalogue = catalogue
-        self.settings = WorkerSettings(home=catalogue.folder / "home", **settings)
-        self.pump = Pump(bus, self.settings.log_lines_per_second)
+        self.settings = WorkerSettings(
+            home=catalogue.folder / "home", **{f"worker_{name}": value for name, value in settings.items()}
+        )
+        self.pump = Pump(bus, self.settings.worker_log_lines_per_second)
         self.attempts = AttemptWatch()
         self.supervisor = Supervisor(
             self.settings, catalogue.database, Surroundings(bus, self.pump, command), self.attempts

@@ -51,7 +51,7 @@ def test_a_job_runs_and_is_stopped(make_worker: MakeWorker, catalogue: Any, memo
     catalogue.submit("one", "run")
     worker.until_state("one", RUNNING)
     run = catalogue.run("one")
-    assert (run.worker, run.attempt, run.total_steps, run.world_size) == (worker.settings.worker_identity, 1, 1000, 1)
+    assert (run.worker, run.attempt, run.total_steps, run.world_size) == (worker.settings.lease_name, 1, 1000, 1)
     worker.until(lambda: (catalogue.run("one").step or 0) > run.step, "progress is written")
     worker.until(lambda: catalogue.attempts("one"), "the attempt is indexed")
     assert catalogue.attempts("one")[0].cause == "submitted"

@@ -27,7 +27,6 @@ from surefoot_gateway.registry import JobMetrics
 from surefoot_gateway.table import METRICS, OPEN
 
 JOB = (("job_id", "demo"),)
-BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 @pytest.fixture

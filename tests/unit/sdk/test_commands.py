@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from helpers.in_process import SCHEDULES, Place, assert_same, build, schedule_values, state_of, train
+from helpers.waiting import wait_until
 from surefoot.checkpoint.attempts import SkipWindow, Source
 from surefoot.checkpoint.ids import CheckpointId, folder_name
 from surefoot.checkpoint.locks import holder_pid
@@ -233,10 +233,7 @@ def test_a_damaged_target_is_refused_with_the_file_and_goes_to_quarantine(make_p
     (refused,) = place.events(CommandRefused)
     assert "rank-00000.safetensors: has checksum" in refused.reason
     assert_same(state_of(built), state_of(rebuilt))
-    deadline = time.monotonic() + 10
-    while not place.events(CheckpointQuarantined):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: place.events(CheckpointQuarantined), 10, "the checkpoint is quarantined")
     assert CheckpointId(1, 5) not in place.committed()
 
 

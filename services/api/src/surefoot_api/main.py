@@ -9,11 +9,12 @@ from surefoot.bus.redis_bus import RedisBus
 from surefoot.bus.streams import EVENTS
 from surefoot.catalogue.database import Database
 from surefoot.errors import BusUnavailable, CatalogueUnavailable, Unavailable
+from surefoot.listening import listen
 from surefoot.runtime import Runtime, Turn, run_service
 from surefoot.settings import load_settings
 from surefoot_api.app import make_app
 from surefoot_api.parts import Parts
-from surefoot_api.server import Server, listen
+from surefoot_api.server import Server
 from surefoot_api.settings import ApiSettings
 
 NAME = "api"
@@ -35,7 +36,7 @@ def build(runtime: Runtime, settings: ApiSettings) -> Turn:
         SurefootError: the port is in use, or the api would be open to the network without a token.
     """
     settings.check()
-    listener = listen(settings.api_host, settings.api_port)
+    listener = listen(settings.api_host, settings.api_port, "SUREFOOT_API")
     runtime.on_exit.callback(listener.close)
     database = Database(settings.database_url)
     runtime.on_exit.callback(database.close)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import http.client
 import ipaddress
 import socket
@@ -23,27 +22,6 @@ MAX_STUCK_SECONDS = 30.0
 """An event loop that does not come round for so long is stuck; a busy one is late, and answers when it can."""
 
 log = structlog.get_logger(__name__)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
-
-    Raises:
-        SurefootError: the address or the port cannot be had; names it.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host.strip("[]"), port))
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        where = f"port {port} of {host}"
-        if error.errno == errno.EADDRINUSE:
-            raise SurefootError(f"{where} is in use by another process; set SUREFOOT_API_PORT to another one") from None
-        raise SurefootError(f"cannot listen on {where}: {error.strerror or error}") from None
-    return listener
 
 
 class _Uvicorn(uvicorn.Server):

@@ -8,30 +8,8 @@ import threading
 import uvicorn
 from starlette.applications import Starlette
 
-from surefoot.errors import SurefootError
-
 GRACE_SECONDS = 3
 """Requests that are running at the end get this long."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound, so that a port in use is known before anything is started.
-
-    Raises:
-        SurefootError: the address cannot be had; names it.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise SurefootError(f"SUREFOOT_GATEWAY_HOST {host}: {error.strerror}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise SurefootError(f"SUREFOOT_GATEWAY_PORT: cannot listen on {host}:{port}: {error.strerror}") from None
-    return listener
 
 
 class WebServer:
@@ -39,7 +17,7 @@ class WebServer:
 
     Args:
         app: What is served.
-        listener: A bound socket; closed at the end.
+        listener: Its socket, which listens; closed at the end.
     """
 
     def __init__(self, app: Starlette, listener: socket.socket) -> None:
@@ -63,8 +41,7 @@ class WebServer:
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Start it. Connections are accepted from the bind on and answered in a moment."""
-        self._listener.listen()
+        """Start it. Connections have been accepted since its socket listens, and are answered in a moment."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -1,3 +1,5 @@
+"""Settings of the gateway, beside the common ones."""
+
 from __future__ import annotations
 
 from pydantic import Field
@@ -5,8 +7,8 @@ from pydantic import Field
 from surefoot.settings import CommonSettings
 
 
-class Settings(CommonSettings):
-    """Settings of the gateway, beside the common ones: SUREFOOT_GATEWAY_*."""
+class GatewaySettings(CommonSettings):
+    """What the gateway needs to know. Prefix SUREFOOT_, so the fields carry the rest of SUREFOOT_GATEWAY_*."""
 
     gateway_host: str = "127.0.0.1"
     """Address that it listens on. Nothing asks for a password here: any other than loopback is for closed networks."""

@@ -46,19 +46,15 @@ def build(runtime: Runtime, settings: RecoverySettings) -> Turn:
         Unavailable: the database does not answer or is of another version.
     """
     database = Database(settings.database_url)
-    try:
-        database.check_schema()
-        jobs = jobs_with_open_ends(database)
-    except BaseException:
-        database.close()
-        raise
     runtime.on_exit.callback(database.close)
+    database.check_schema()
+    jobs = jobs_with_open_ends(database)
     bus = RedisBus(settings.redis_url)
     runtime.on_exit.callback(bus.close)
     outbox = Outbox(database, Publisher(bus, NAME), utc_now)
     detector = bus.group(EVENTS, DETECTOR, DETECTOR)
     learn = partial(learn_lineage, jobs=jobs, bus=bus, database=database)
-    desk = Desk(database, outbox, jobs, utc_now, detector.last_delivered_id, learn, settings.merge_steps)
+    desk = Desk(database, outbox, jobs, utc_now, detector.last_delivered_id, learn, settings.recovery_merge_steps)
     events = Consumer(bus.group(EVENTS, NAME, NAME), event_handlers(desk))
     requests = Consumer(bus.group(REQUESTS, NAME, NAME), request_handlers(desk))
 

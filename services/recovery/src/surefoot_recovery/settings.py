@@ -1,4 +1,4 @@
-"""Settings of the recovery service."""
+"""Settings of recovery, beside the common ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from surefoot.settings import CommonSettings
 
 
 class RecoverySettings(CommonSettings):
-    """The common settings, and its own."""
+    """What recovery needs to know. Prefix SUREFOOT_, so the fields carry the rest of SUREFOOT_RECOVERY_*."""
 
-    merge_steps: int = Field(default=20, ge=0, validation_alias="SUREFOOT_RECOVERY_MERGE_STEPS")
+    recovery_merge_steps: int = Field(default=20, ge=0)
     """An alarm that begins no further than this after another is part of the same incident."""

@@ -17,6 +17,8 @@ from surefoot_worker.service.pump import Pump
 from surefoot_worker.service.supervisor import Supervisor
 from surefoot_worker.settings import WorkerSettings
 
+NAME = "worker"
+
 
 def main(launcher_command: Sequence[str] = LAUNCHER_COMMAND) -> int:
     """Run the service until a signal; returns 1 when snapshots stay in memory because storage did not take them.
@@ -25,21 +27,21 @@ def main(launcher_command: Sequence[str] = LAUNCHER_COMMAND) -> int:
         launcher_command: What starts a launcher.
     """
     settings = load_settings(WorkerSettings)
-    return run_service("worker", settings, builder(settings, launcher_command))
+    return run_service(NAME, settings, builder(settings, launcher_command))
 
 
 def builder(settings: WorkerSettings, launcher_command: Sequence[str]) -> Callable[[Runtime], Turn]:
     """Return what makes the parts, once the database answers. Redis may be away: its messages wait."""
-    database = Database(settings.database_url)
 
     def build(runtime: Runtime) -> Turn:
-        database.check_schema()
         stack = runtime.on_exit
+        database = Database(settings.database_url)
         stack.callback(database.close)
+        database.check_schema()
         stack.callback(_alone(settings).close)
         bus = RedisBus(settings.redis_url)
         stack.callback(bus.close)
-        pump = Pump(bus, settings.log_lines_per_second)
+        pump = Pump(bus, settings.worker_log_lines_per_second)
         pump.start()
         stack.callback(pump.close)
         attempts = AttemptWatch()

@@ -10,6 +10,8 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field, NonNegativeInt, TypeAdapter
 
+from surefoot.small_files import write_atomically
+
 
 class Cleared(NamedTuple):
     """No step of the attempt up to `through_step` is suspected of anything. The newest compares highest."""
@@ -49,7 +51,5 @@ class ClearedSteps:
             if cleared <= self._newest.get(job, Cleared(0, -1)):
                 return False
             self._newest[job] = cleared
-            temporary = self._folder / f"{job}.tmp"
-            temporary.write_text(json.dumps(cleared), encoding="utf-8")
-            temporary.replace(self._folder / f"{job}.json")
+            write_atomically(self._folder / f"{job}.json", json.dumps(cleared))
             return True

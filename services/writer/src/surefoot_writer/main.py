@@ -23,7 +23,7 @@ from surefoot_writer.promotion import Promoter
 from surefoot_writer.settings import WriterSettings
 from surefoot_writer.tasks import send_verify
 
-SERVICE = "writer"
+NAME = "writer"
 JOIN_SECONDS = 5.0
 
 log = structlog.get_logger(__name__)
@@ -32,29 +32,25 @@ log = structlog.get_logger(__name__)
 def main() -> int:
     """Run the writer until it is told to stop; returns the exit code."""
     settings = load_settings(WriterSettings)
-    return run_service(SERVICE, settings, lambda runtime: build(runtime, settings))
+    return run_service(NAME, settings, lambda runtime: build(runtime, settings))
 
 
 def build(runtime: Runtime, settings: WriterSettings) -> Turn:
     """Make and connect the parts.
 
     Raises:
-        Unavailable: the database is away or not upgraded; nothing is left open, call it again.
+        Unavailable: the database is away or not upgraded.
     """
     database = Database(settings.database_url)
-    try:
-        database.check_schema()
-    except BaseException:
-        database.close()
-        raise
     runtime.on_exit.callback(database.close)
+    database.check_schema()
     bus = RedisBus(settings.redis_url)
     runtime.on_exit.callback(bus.close)
     jobs, index = KnownJobs(database), CheckpointIndex(database)
     cleared = ClearedSteps(settings.cleared_dir)
     drains = Drains(settings.writer_drainless_seconds)
     verifications = Verifications(send_verify, settings.writer_resend_seconds)
-    publisher = Publisher(bus, SERVICE)
+    publisher = Publisher(bus, NAME)
     promoter = Promoter(publisher.publish, index.note_stable, index.end_verify)
     chores = Chores(
         jobs=jobs,
@@ -66,7 +62,7 @@ def build(runtime: Runtime, settings: WriterSettings) -> Turn:
         rescan_seconds=settings.writer_rescan_seconds,
     )
     handlers = Handlers(jobs=jobs, index=index, cleared=cleared, verifications=verifications, chores=chores)
-    consumer = Consumer(bus.group(EVENTS, SERVICE, SERVICE), handlers.by_type())
+    consumer = Consumer(bus.group(EVENTS, NAME, NAME), handlers.by_type())
     thread = threading.Thread(target=chores.run, args=(runtime.stopping,), name="chores", daemon=True)
     runtime.on_exit.callback(_end, thread, chores, drains, jobs, settings.writer_stop_seconds)
     thread.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +12,7 @@ from pydantic import Field, TypeAdapter
 
 from surefoot.checkpoint.locks import holder_pid
 from surefoot.embedded.layout import Layout
+from surefoot.small_files import write_atomically
 
 
 class StackState(StrEnum):
@@ -88,10 +88,7 @@ class Stack:
 
     def write(self) -> None:
         """Replace the file; readers see the old or the new one."""
-        path = Layout(Path(self.home)).stack_file
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(Layout(Path(self.home)).stack_file, json.dumps(asdict(self), indent=2))
 
 
 _STACK = TypeAdapter(Stack)

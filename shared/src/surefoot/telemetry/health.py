@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from surefoot.small_files import write_atomically
+
 STALE_SECONDS = 10.0
 
 
@@ -78,9 +80,7 @@ class HealthFile:
             return
         self._written = now
         health = Health(self._service, state, detail, os.getpid(), now, self._since)
-        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(health)), encoding="utf-8")
-        temporary.replace(self._path)
+        write_atomically(self._path, json.dumps(asdict(health)))
 
     def remove(self) -> None:
         """Remove the file: the service has ended in good order."""

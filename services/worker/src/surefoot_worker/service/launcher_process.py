@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+from surefoot.small_files import write_atomically
 from surefoot.spec import JobSpec
-from surefoot_worker.service.state_files import write_atomically
 
 LAUNCHER_COMMAND = (sys.executable, "-m", "surefoot_worker.launcher")
 _EXPLANATION_BYTES = 4096

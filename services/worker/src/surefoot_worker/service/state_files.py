@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from surefoot.small_files import write_atomically
 
 StateT = TypeVar("StateT", bound="StateFile")
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -75,10 +76,3 @@ def place_within(path: Path, offset: int, line: int) -> Place:
     except FileNotFoundError:
         size = 0
     return (offset, line) if line <= offset <= size else (0, 0)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's content; a reader sees the old or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

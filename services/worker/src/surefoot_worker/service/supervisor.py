@@ -57,12 +57,12 @@ class Supervisor:
         self, settings: WorkerSettings, database: Database, surroundings: Surroundings, attempts: AttemptWatch
     ) -> None:
         self._settings = settings
-        self._me = settings.worker_identity
+        self._me = settings.lease_name
         self._database = database
         self._around = surroundings
         self._attempts = attempts
         self._jobs: dict[str, SupervisedJob] = {}
-        self._leases = LeaseWatch(settings.lease_seconds)
+        self._leases = LeaseWatch(settings.worker_lease_seconds)
         self._known_attempts: dict[str, set[int]] = {}
         self._saved: dict[str, tuple[object, ...]] = {}
         self._saved_at: dict[str, float] = {}
@@ -91,11 +91,11 @@ class Supervisor:
         """
         for job in self._jobs.values():
             _guarded(job, partial(job.ask, JobState.PENDING, "stopped with the worker"))
-        self._until(lambda: not self._running(), self._settings.stop_seconds)
+        self._until(lambda: not self._running(), self._settings.worker_stop_seconds)
         for _ in range(_NUM_FORCED):
             for job in self._running():
                 _guarded(job, job.force)
-            self._until(lambda: not self._running(), min(_FORCED_SECONDS, self._settings.stop_seconds))
+            self._until(lambda: not self._running(), min(_FORCED_SECONDS, self._settings.worker_stop_seconds))
         self._try_to_sync()
         drains = [folder / "drain.lock" for folder in self._staging]
         self._until(lambda: all(holder_pid(lock) is None for lock in drains), _DRAIN_SECONDS)
@@ -204,7 +204,7 @@ class Supervisor:
         age_seconds = now - self._saved_at.get(job.spec.job, 0.0)
         news = _values(job.run) != self._saved.get(job.spec.job)
         attempts = job.attempts.records.keys() - self._known_attempts.get(job.spec.job, set())
-        renew = age_seconds >= self._settings.lease_seconds / 3
+        renew = age_seconds >= self._settings.worker_lease_seconds / 3
         progress = news and age_seconds >= _PROGRESS_SECONDS
         return job.is_over or self._is_news(job) or bool(attempts) or renew or progress
 
@@ -230,7 +230,7 @@ class Supervisor:
         if row.desired_state in _RESTING:
             if row.is_new or row.state is not _RESTING[row.desired_state]:
                 self._settle(row, _RESTING[row.desired_state])
-        elif len(self._jobs) < self._settings.max_jobs:
+        elif len(self._jobs) < self._settings.worker_max_jobs:
             self._take_one(row)
 
     def _may_take(self, row: runs.Wanted, now: float) -> bool:
