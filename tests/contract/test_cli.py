@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 from helpers.checkpoints import commit
+from helpers.command_line import Surefoot
 from surefoot import __version__
 from surefoot.checkpoint.attempts import AttemptLog, Source, StartsFrom
 from surefoot.checkpoint.ids import CheckpointId, folder_name
@@ -61,30 +60,6 @@ CLIENT_COMMANDS = [
     ["incidents", "j"],
     ["checkpoints", "j"],
 ]
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Surefoot = Callable[..., Result]
-
-
-@pytest.fixture
-def surefoot(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Surefoot:
-    """Run a command line in this process, through the same main() that the installed command calls."""
-
-    def run(*words: Any) -> Result:
-        monkeypatch.setattr(sys, "argv", ["surefoot", *map(str, words)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return Result(int(caught.value.code or 0), out, err)
-
-    return run
 
 
 @pytest.fixture

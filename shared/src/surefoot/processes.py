@@ -50,6 +50,11 @@ def allow_tracing_by(pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
+def find_processes(variable: str, value: str) -> list[int]:
+    """Return the pids on this host, this one left out, that were executed with a variable of exactly this value."""
+    return [pid for pid in _all_pids() if pid != os.getpid() and _carries(pid, variable, value)]
+
+
 def find_job_processes(job_key: str, *, keep: Collection[int] = ()) -> list[int]:
     """Return the pids of the job's processes on this host that we may look at, without this one and any drain.
 
@@ -105,9 +110,20 @@ def _all_pids() -> list[int]:
 
 
 def _belongs_to(pid: int, job_key: str) -> bool:
-    wanted = f"{JOB_KEY_ENVIRONMENT_KEY}={job_key}".encode()
+    return _carries(pid, JOB_KEY_ENVIRONMENT_KEY, job_key) and _DRAIN_MODULE not in command_words(pid)
+
+
+def _carries(pid: int, variable: str, value: str) -> bool:
     try:
-        variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
-        return wanted in variables and _DRAIN_MODULE not in (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+        return f"{variable}={value}".encode() in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:  # ended meanwhile, or not ours to look at
         return False
+
+
+def command_words(pid: int) -> list[bytes]:
+    """Return the command line of a process; empty once it has ended, a zombie's too."""
+    try:
+        line = (_PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return []
+    return line.split(b"\0")[:-1] if line else []

@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 
 from helpers.api import Api, serving
+from helpers.command_line import surefoot
 from surefoot.bus.redis_bus import RedisBus
 from surefoot.catalogue.database import Database
 from surefoot_api.settings import ApiSettings
+
+__all__ = ["surefoot"]
 
 
 @pytest.fixture

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 from sqlalchemy import select
 
 from helpers.api import Api
+from helpers.command_line import Surefoot
 from helpers.rows import NOW, checkpoint_row, started_attempt
 from helpers.waiting import wait_until
 from surefoot.bus.publisher import Publisher
@@ -20,7 +18,6 @@ from surefoot.bus.redis_bus import RedisBus
 from surefoot.bus.streams import REQUESTS, logs_stream
 from surefoot.catalogue.models import Action, Incident, Job, Operation
 from surefoot.cli import client, client_stream, client_watch
-from surefoot.cli import main as cli
 from surefoot.events import (
     AttemptStarted,
     Event,
@@ -32,28 +29,6 @@ from surefoot.events import (
     LogLine,
     StepCompleted,
 )
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Surefoot = Callable[..., Result]
-
-
-@pytest.fixture
-def surefoot(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Surefoot:
-    def run(*words: Any) -> Result:
-        monkeypatch.setattr(sys, "argv", ["surefoot", *map(str, words)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return Result(int(caught.value.code or 0), out, err)
-
-    return run
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from surefoot.embedded.stack_file import Stack, StackState, running_stack
 from surefoot.errors import SurefootError
-from surefoot.processes import set_parent_death_signal
+from surefoot.processes import command_words, find_processes, set_parent_death_signal
 
 START_SECONDS = 150.0
 STOP_SECONDS = 300.0
@@ -95,12 +95,5 @@ class DemoStack:
 
 def processes_of(home: Path) -> dict[int, str]:
     """Return the processes, by pid, that have this home in their environment: services, launchers, ranks, drains."""
-    wanted = f"SUREFOOT_HOME={home}".encode()
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if int(folder.name) != os.getpid() and wanted in (folder / "environ").read_bytes().split(b"\0"):
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                if words[0]:  # a zombie has none
-                    found[int(folder.name)] = b" ".join(words[:4]).decode(errors="replace").strip()
-    return found
+    words = {pid: command_words(pid) for pid in find_processes("SUREFOOT_HOME", str(home))}
+    return {pid: b" ".join(line[:4]).decode(errors="replace") for pid, line in words.items() if line}

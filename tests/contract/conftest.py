@@ -1,0 +1,5 @@
+"""Fixtures of the contract tests."""
+
+from helpers.command_line import surefoot
+
+__all__ = ["surefoot"]
