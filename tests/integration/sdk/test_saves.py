@@ -69,7 +69,7 @@ def test_c4_a_blocked_writer_writes_what_was_saved(make_job):
     """Saved at step 10 while the writer is stopped, trained on to 15: the file is step 10, to the bit."""
     reference = make_job("reference", trainer=["--steps", "40"], checkpoint={"save_every_steps": 10})
     reference.run()
-    job = make_job("blocked", trainer=["--steps", "40", "--step-seconds", "0.05"], checkpoint={"save_every_steps": 10})
+    job = make_job("blocked", trainer=["--steps", "40", "--step-seconds", "0.15"], checkpoint={"save_every_steps": 10})
     process = job.start()
     try:
         wait_until(lambda: step_of(job) >= 2, 30, "step 2 is trained")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from uuid import NAMESPACE_URL, uuid5
 
 import structlog
 
@@ -11,7 +12,7 @@ from surefoot.bus.publisher import Publisher
 from surefoot.catalogue.database import Database
 from surefoot.catalogue.models import Checkpoint, Job
 from surefoot.checkpoint.catalog import verify
-from surefoot.checkpoint.ids import CheckpointId
+from surefoot.checkpoint.ids import CheckpointId, folder_name
 from surefoot.errors import CheckpointError, DamagedCheckpoint
 from surefoot.events import CheckpointVerified
 from surefoot.faultpoints import reach
@@ -85,8 +86,10 @@ class Verifier:
 
     def _send(self, job: str, checkpoint: CheckpointId, problem: str | None, seconds: float) -> None:
         attempt, step = checkpoint
+        # A result may be told twice; it then has the same id.
+        told = uuid5(NAMESPACE_URL, f"surefoot:verified:{job}:{folder_name(checkpoint)}:{problem}").hex
         self.publisher.publish(
-            CheckpointVerified(job=job, attempt=attempt, step=step, problem=problem, seconds=seconds)
+            CheckpointVerified(event_id=told, job=job, attempt=attempt, step=step, problem=problem, seconds=seconds)
         )
         if problem is None:
             log.info("verified", job_id=job, attempt=attempt, step=step, seconds=round(seconds, 3))
