@@ -68,7 +68,11 @@ imports: $(STAMP) ## import-linter: who may import whom
 check: lint types imports ## Everything that needs no running job: lint, types, imports
 
 .PHONY: bench
-bench: bench-detection bench-overhead bench-recovery ## Run all benchmarks
+bench: bench-checkpoint bench-detection bench-overhead bench-recovery ## Run all benchmarks
+
+.PHONY: bench-checkpoint
+bench-checkpoint: $(STAMP) ## Saves and loads beside torch.save, DCP, and the memory and disk floors (BENCH_ARGS='--params 20000000')
+	PYTHONPATH=tests $(BIN)/python -m bench.checkpoint $(BENCH_ARGS)
 
 .PHONY: bench-detection
 bench-detection: $(STAMP) ## The detector on labelled curves: events found, false alarms, microseconds a point

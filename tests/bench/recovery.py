@@ -43,7 +43,8 @@ STAGES = [
     ("process group", "attach", "host"),
     ("buckets", "host", "replicated"),
     ("load", "replicated", "loaded"),
-    ("claim", "loaded", "claimed"),
+    ("staging", "loaded", "prepared"),
+    ("claim", "prepared", "claimed"),
     ("first step", "claimed", "next step"),
 ]
 

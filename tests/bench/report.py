@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -53,17 +54,46 @@ def _cell(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def publish(name: str, rows: list[dict[str, Any]], targets: list[Target]) -> None:
-    """Print and write the result."""
-    console = Console()
-    # One column per row of the result: there are more numbers than fit side by side.
-    table = Table(title=name)
+def _lines(title: str, rows: list[dict[str, Any]], keys: Sequence[str]) -> Table:
+    table = Table(title=title)
+    for key in keys:
+        table.add_column(key, justify="left" if isinstance(rows[0][key], str) else "right")
+    for row in rows:
+        table.add_row(*(_cell(row[key]) for key in keys))
+    return table
+
+
+def _columns(title: str, rows: list[dict[str, Any]]) -> Table:
+    # There are more numbers than fit side by side.
+    table = Table(title=title)
     table.add_column("")
     for _ in rows:
         table.add_column(justify="right")
     for key in rows[0]:
         table.add_row(key, *(_cell(row.get(key, "")) for row in rows))
-    console.print(table)
+    return table
+
+
+def publish(
+    name: str,
+    rows: list[dict[str, Any]],
+    targets: list[Target],
+    more: Mapping[str, list[dict[str, Any]]] | None = None,
+    shown: Sequence[str] = (),
+) -> None:
+    """Print and write the result.
+
+    Args:
+        name: Of the benchmark and of its file.
+        rows: The result, all with the keys of the first.
+        targets: What was promised.
+        more: Further tables of other keys, by title.
+        shown: Keys of `rows` to print, one line per row; without them everything is printed, one column per row.
+    """
+    console = Console()
+    console.print(_lines(name, rows, shown) if shown else _columns(name, rows))
+    for title, lines in (more or {}).items():
+        console.print(_lines(title, lines, list(lines[0])))
     for target in targets:
         sign = "<=" if target.better == "lower" else ">="
         verdict = "met" if target.met else "MISSED"
@@ -74,6 +104,7 @@ def publish(name: str, rows: list[dict[str, Any]], targets: list[Target]) -> Non
         "machine": machine(),
         "rows": rows,
         "targets": [asdict(target) | {"met": target.met} for target in targets],
+        **(more or {}),
     }
     path = FOLDER / f"{name}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")

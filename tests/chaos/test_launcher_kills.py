@@ -1,4 +1,4 @@
-"""Case P6 and the deaths of everything around the ranks: launcher, fork server."""
+"""Cases P4 and P6, and the death of the launcher; that of the fork server is in integration/launcher."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def test_p6_rank_1_and_rank_0_killed_in_turn_ten_rounds(make_job: MakeJob) -> No
             assert [mark.name for mark in event.timeline] == ["detect", "killed", "rendezvous", "forked"]
 
 
+@pytest.mark.slow  # test_saves kills the launcher of a job of the sdk
 @pytest.mark.chaos
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
@@ -49,19 +50,6 @@ def test_sigkill_of_the_launcher_leaves_no_process(make_job: MakeJob, method: st
         seconds = until(lambda: processes_of(job) == [], "all are gone", timeout_seconds=5)
         finish(process)
         assert seconds < 1.0
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(120)
-def test_the_death_of_the_fork_server_is_one_more_restart(make_job: MakeJob) -> None:
-    job = make_job(entrypoint=f"{RING} 100000")
-    with started(job) as process:
-        rank_0, _ = until_trains(job)
-        server = int(Path(f"/proc/{rank_0}/stat").read_text().rpartition(") ")[2].split()[1])
-        os.kill(server, signal.SIGKILL)
-        until_trains(job, 1)
-        process.send_signal(signal.SIGTERM)
-        assert finish(process)[0] == 75
 
 
 @pytest.mark.slow  # unit/data has the same without a launcher

@@ -8,6 +8,7 @@ python fake_launcher.py SPEC --cause TEXT --die-with PID [--from-seed]; the spec
     crashes    kills itself after its attempt began, unless two attempts were there before
     dies       kills itself before its attempt begins
     deaf       steps, lets SIGTERM pass and leaves its staging folder
+    full       steps, storage has failed for 6 s at step 3 and works again when there is a file `freed`; else as run
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 import types
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +26,16 @@ from surefoot.checkpoint.attempts import AttemptLog, Source, StartsFrom
 from surefoot.checkpoint.locks import LockedFile
 from surefoot.checkpoint.staging_folder import staging_folder_path
 from surefoot.checkpoint.store import LocalStore
-from surefoot.events import AttemptStarted, Event, JobFinished, JobState, JsonlSink, StepCompleted
+from surefoot.events import (
+    AttemptStarted,
+    Event,
+    JobFinished,
+    JobState,
+    JsonlSink,
+    StepCompleted,
+    StorageFailed,
+    StorageRecovered,
+)
 from surefoot.processes import set_parent_death_signal
 from surefoot.progress import Phase, ProgressPage, progress_path
 from surefoot.runtime import StopEvent
@@ -80,6 +91,8 @@ class FakeLauncher:
                 return self.finish(75, JobState.STOPPED, "stopped on request")
             page.write(attempt=attempt, step=step, start_step=first, phase=Phase.STEP)
             self.emit(step_event(self.spec.job, attempt, step))
+            if what == "full":
+                self.be_full(step)
             if step == first + 1:
                 self.start(attempt, first)
                 if what == "crashes" and attempt < 3:
@@ -88,6 +101,20 @@ class FakeLauncher:
         if what == "fails":
             return self.finish(1, JobState.FAILED, "rank 0 raised ValueError: bad luck\nTraceback ...")
         return self.finish(0, JobState.SUCCEEDED, "every rank finished")
+
+    def be_full(self, step: int) -> None:
+        if step == 3:
+            reason = "ENOSPC: No space left on device"
+            for number, seconds in enumerate((-6.0, -5.9, 0.0), 1):
+                self.emit(
+                    StorageFailed(
+                        job=self.spec.job, operation="write a shard", reason=reason, num_failures=number,
+                        monotonic_seconds=time.monotonic() + seconds,
+                    )
+                )  # fmt: skip
+        elif (freed := self.spec.job_run_dir / "freed").exists():
+            freed.unlink()
+            self.emit(StorageRecovered(job=self.spec.job, seconds=6.3, num_failures=3))
 
     def start(self, attempt: int, first: int) -> None:
         event = AttemptStarted(

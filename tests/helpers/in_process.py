@@ -80,10 +80,11 @@ class Place:
         self.storage = root / "checkpoints"
         self.store = LocalStore(self.storage / JOB)
         self.staging = staging_folder_path(Path("/dev/shm"), JOB, self.storage)
+        self._sessions: list[sdk.Session] = []
 
     def attach(self, built: Built, **options: Any) -> sdk.Session:
         options = {"total_steps": 30, "checkpoint": {"save_every_steps": 5, "save_every_seconds": None}} | options
-        return sdk.attach(
+        session = sdk.attach(
             built.model,
             built.optimizer,
             lr_scheduler=built.schedule,
@@ -97,6 +98,8 @@ class Place:
             run_dir=self.root / "run",
             **options,
         )
+        self._sessions.append(session)
+        return session
 
     def order(self, kind: type[Command], number: int, *, attempt: int | None = 1, **fields: Any) -> None:
         write_command(self.staging, kind(job=JOB, number=number, attempt=attempt, reason="test", **fields))
@@ -125,6 +128,8 @@ class Place:
             shutil.copy(self.storage / JOB / f"attempts/{number:06d}.json", other.storage / JOB / "attempts")
 
     def remove(self) -> None:
+        for session in self._sessions:
+            session._host.close()  # its background thread looks after the drain until then
         for buffer in StagingFolder(self.staging).buffers():
             buffer.close()
         shutil.rmtree(self.staging, ignore_errors=True)

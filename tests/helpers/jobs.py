@@ -153,5 +153,5 @@ class Job:
             layout = ShardLayout.parse(shard)
             tensors |= {entry.name: bytes(layout.tensor_view(shard, entry.name)) for entry in layout.entries}
         scalars = read_scalars(self.store, newest)
-        del scalars["saved_at"]
+        del scalars["saved_at"], scalars["trained_seconds"]
         return tensors, scalars

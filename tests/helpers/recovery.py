@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -158,20 +158,22 @@ class FakeJob:
 
 
 class Clock:
-    """The time of day, and what a test adds to it."""
+    """The time of day when it was made, and what a test adds to it: how long a test takes changes nothing."""
 
     def __init__(self) -> None:
         self.ahead = timedelta()
+        self._began = datetime.now(UTC)
 
     def __call__(self) -> datetime:
-        return datetime.now(UTC) + self.ahead
+        return self._began + self.ahead
 
 
 class Service:
     """The recovery service without its process; a new one is a restart."""
 
-    def __init__(self, bus: Bus, database: Database, clock: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+    def __init__(self, bus: Bus, database: Database, clock: Clock | None = None) -> None:
         self._bus, self._database = bus, database
+        clock = clock or Clock()
         jobs: Jobs = jobs_with_open_ends(database)
         self.outbox = Outbox(database, Publisher(bus, "recovery"), clock)
         self.detector_position = "9999999999999-0"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from surefoot.checkpoint.attempts import AttemptLog, AttemptRecord, Source, StartsFrom
 from surefoot.checkpoint.catalog import read_manifest, read_shard
 from surefoot.checkpoint.ids import CheckpointId
-from surefoot.checkpoint.layout import ShardLayout, TensorSpec, assign, plan_digest
+from surefoot.checkpoint.layout import ShardLayout, TensorSpec, plan_digest, share_out
 from surefoot.checkpoint.staging import choose_buffer
 from surefoot.checkpoint.staging_folder import StagingFolder
 from surefoot.checkpoint.store import Store
@@ -36,12 +37,28 @@ def claim(store: Store, after: int, attempt: int = 0, step: int = 0) -> AttemptR
 
 
 class Ranks:
-    """The ranks of one attempt, all in this process. Without a folder they only know what they would save."""
+    """The ranks of one attempt, all in this process. Without a folder they only know what they would save.
 
-    def __init__(self, folder: StagingFolder | None, attempt: int, world_size: int = 2, num_buffers: int = 3) -> None:
+    Args:
+        folder: The staging folder of a node.
+        attempt: Of all that they stage.
+        world_size: Number of ranks.
+        num_buffers: Of each rank.
+        here: The ranks of this node; None: all.
+    """
+
+    def __init__(
+        self,
+        folder: StagingFolder | None,
+        attempt: int,
+        world_size: int = 2,
+        num_buffers: int = 3,
+        here: Sequence[int] | None = None,
+    ) -> None:
         self.attempt = attempt
         self.world_size = world_size
-        shares = assign(SPECS, world_size)
+        self.here = range(world_size) if here is None else here
+        shares = share_out([SPECS] * world_size)
         self.digest = plan_digest(shares, world_size)
         self.layouts = [
             ShardLayout.build(share, rank=rank, world_size=world_size, plan_digest=self.digest)
@@ -49,6 +66,8 @@ class Ranks:
         ]
         self.buffers = [
             folder.create_buffers(rank, num_buffers, max(layout.shard_bytes for layout in self.layouts))
+            if rank in self.here
+            else []
             for rank in range(world_size if folder is not None else 0)
         ]
 
@@ -71,13 +90,14 @@ class Ranks:
                 rank=rank,
                 plan_digest=self.digest,
                 persist=persist,
+                local_world_size=len(self.here),
             )
         return buffer
 
     def save(self, step: int, *, persist: bool = False, ranks=None, keep=(), on_lineage=lambda _: True) -> bool:
         """Take a snapshot on all ranks, or some; False when a rank had no free buffer."""
         taken = True
-        for rank in range(self.world_size) if ranks is None else ranks:
+        for rank in self.here if ranks is None else ranks:
             buffer = self.begin(rank, step, persist=persist, keep=keep, on_lineage=on_lineage)
             if buffer is None:
                 taken = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,9 @@ def f32(*values: float) -> tuple[str, bytes]:
     return "F32", np.asarray(values, dtype="<f4").tobytes()
 
 
-def store_checkpoint(job: Path, checkpoint: CheckpointId, *shards: Tensors) -> Path:
+def store_checkpoint(
+    job: Path, checkpoint: CheckpointId, *shards: Tensors, scalars: Mapping[str, Any] | None = None
+) -> Path:
     """Commit a checkpoint, one shard per argument; return its folder."""
     store, folder = LocalStore(job), folder_name(checkpoint)
     shards = shards or ({"weight": f32(1.0, 2.0)},)
@@ -43,7 +46,7 @@ def store_checkpoint(job: Path, checkpoint: CheckpointId, *shards: Tensors) -> P
         part = ShardPart(
             job=job.name, attempt=checkpoint.attempt, step=checkpoint.step, world_size=len(shards), rank=rank,
             plan_digest=digest.hex(), file=shard_file(rank), num_bytes=written.num_bytes, xxh3_128=written.xxh3_128,
-            scalars={"updates": checkpoint.step} if rank == 0 else None,
+            scalars=dict(scalars or {"updates": checkpoint.step}) if rank == 0 else None,
         )  # fmt: skip
         store.write(f"{folder}/{part_file(rank)}", [encode_part(part)])
         parts.append((encode_part(part), part))

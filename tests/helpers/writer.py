@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from helpers.rows import job_row
 from helpers.staging import Ranks, claim
@@ -25,13 +26,16 @@ from surefoot.checkpoint.store import LocalStore
 from surefoot.events import CheckpointCommitted, Message, StepsCleared
 from surefoot.spec import JobSpec, parse_spec
 from surefoot.telemetry.health import HealthState, read_health
-from surefoot_writer.chores import Chores, Verifications
+from surefoot_writer.chores import Chores
 from surefoot_writer.cleared import ClearedSteps
 from surefoot_writer.drains import Drains
 from surefoot_writer.handlers import Handlers
 from surefoot_writer.index import CheckpointIndex
 from surefoot_writer.jobs import KnownJobs
+from surefoot_writer.orders import Orders
 from surefoot_writer.promotion import Promoter
+from surefoot_writer.pruning import Pruning
+from surefoot_writer.retaining import Retainer
 from surefoot_writer.verifying import Verifier
 
 PROBATION_STEPS = 20
@@ -48,14 +52,16 @@ def cleared(through_step: int, attempt: int = 1) -> StepsCleared:
 class Job:
     """A job in the catalogue, with storage, staging and one attempt."""
 
-    def __init__(self, root: Path, database: Database, name: str = "demo") -> None:
+    def __init__(
+        self, root: Path, database: Database, name: str = "demo", retention: dict[str, Any] | None = None
+    ) -> None:
         self.database = database
         data = {
             "job": name,
             "entrypoint": "train.py",
             "storage": str(root / "storage"),
             "run_dir": str(root / "run"),
-            "checkpoint": {"staging_dir": str(root / "staging")},
+            "checkpoint": {"staging_dir": str(root / "staging"), "retention": retention or {}},
             "policy": {"probation_steps": PROBATION_STEPS},
         }
         self.spec: JobSpec = parse_spec(data)
@@ -92,17 +98,19 @@ class Service:
     def __init__(self, root: Path, database: Database, bus: RedisBus) -> None:
         self.now = 1000.0
         self.ordered: list[tuple[str, CheckpointId]] = []
+        self.to_prune: list[str] = []
         self.publisher = Publisher(bus, "test")
         self.sent = Publisher(bus, "writer")
         self.bus, self.database = bus, database
         jobs, index = KnownJobs(database), CheckpointIndex(database)
         steps = ClearedSteps(root / "cleared")
         self.drains = Drains(0.0, lambda: self.now)
-        verifications = Verifications(lambda *order: self.ordered.append(order), 600.0, lambda: self.now)
-        promoter = Promoter(self.sent.publish, index.note_stable, index.end_verify)
+        verifications = Orders(lambda *order: self.ordered.append(order), 600.0, lambda: self.now)
+        removals = Orders(lambda *order: self.to_prune.extend(order), 600.0, lambda: self.now)
+        promoter = Promoter(self.sent.publish, index.note_stable, index.end_verify, index.note_nonfinite)
         self.chores = Chores(
-            jobs=jobs, index=index, cleared=steps, promoter=promoter, drains=self.drains, verifications=verifications,
-            rescan_seconds=30.0, monotonic=lambda: self.now,
+            jobs=jobs, index=index, cleared=steps, promoter=promoter, retainer=Retainer(index, removals),
+            drains=self.drains, verifications=verifications, rescan_seconds=30.0, monotonic=lambda: self.now,
         )  # fmt: skip
         handlers = Handlers(jobs=jobs, index=index, cleared=steps, verifications=verifications, chores=self.chores)
         self.consumer = Consumer(bus.group(EVENTS, "writer", "writer"), handlers.by_type())
@@ -122,6 +130,12 @@ class Service:
         orders, self.ordered = self.ordered, []
         for job, checkpoint in orders:
             verifier.verify(job, checkpoint, is_repeated=False)
+
+    def prune_all(self) -> None:
+        """Remove what was ordered to be, as the Celery worker would."""
+        orders, self.to_prune = self.to_prune, []
+        for job in orders:
+            Pruning(self.database, self.sent).prune(job)
 
     def events(self, kind: type[Message]) -> list[Message]:
         return events(self.bus, kind)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers.catalogue_fixtures import database, database_url
+from helpers.forked import Forge
 from helpers.server import RealServer
 from surefoot.bus.redis_bus import RedisBus
 
@@ -20,6 +21,13 @@ def _shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSer
     server.start()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def toy_forge() -> Iterator[Forge]:
+    """Where the processes of toy jobs (`helpers.toy_history`) are forked; importing torch once takes seconds."""
+    with Forge("helpers.toy_job") as forge:
+        yield forge
 
 
 @pytest.fixture

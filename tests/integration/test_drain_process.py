@@ -17,13 +17,14 @@ import pytest
 from helpers.staging import Ranks, claim, storage_files
 from helpers.waiting import wait_until
 from surefoot.checkpoint.catalog import list_committed, verify
-from surefoot.checkpoint.drain_start import start_drain
+from surefoot.checkpoint.drain_start import drain_log, start_drain
 from surefoot.checkpoint.ids import CheckpointId
 from surefoot.checkpoint.locks import holder_pid
 from surefoot.checkpoint.staging_folder import StagingFolder
 from surefoot.checkpoint.store import LocalStore
 from surefoot.events import CheckpointCommitted, read_events
 from surefoot.processes import find_job_processes
+from surefoot.spec import JobSpec
 
 TESTS = Path(__file__).parents[1]
 
@@ -35,7 +36,8 @@ class Job:
         self.root = root
         self.storage = root / "storage"
         self.events_path = root / "run" / "job" / "events.jsonl"
-        self.log = root / "run" / "job" / "logs" / "drain.log"
+        self.spec = JobSpec(job="job", entrypoint="train.py", storage=self.storage, run_dir=root / "run")
+        self.log = drain_log(self.spec)
         self.store = LocalStore(self.storage / "job")
         self.folder = StagingFolder.create(root / "staging", "job", self.storage)
 
@@ -233,7 +235,7 @@ def test_the_drain_keeps_no_descriptor_of_its_starter(job):
     with ours, theirs, select.epoll() as poll, os.fdopen(read_end, "rb") as reader:
         for fd in (theirs.fileno(), poll.fileno(), write_end):
             os.set_inheritable(fd, True)
-        pid = start_drain(staging=job.folder.path, storage=job.storage, job="job", events=job.events_path, log=job.log)
+        pid = start_drain(job.spec, job.folder.path, prune=False)
         theirs.close()
         os.close(write_end)
         # Both ends come only when the drain has closed its copies, and it lives on.
@@ -257,10 +259,10 @@ from pathlib import Path
 from helpers.staging import Ranks
 from surefoot.checkpoint.drain_start import start_drain
 from surefoot.checkpoint.staging_folder import StagingFolder
+from surefoot.spec import JobSpec
 folder = StagingFolder(Path({str(job.folder.path)!r}))
 folder.hold_session()
-drain = start_drain(staging=folder.path, storage=Path({str(job.storage)!r}), job="job",
-                    events=Path({str(job.events_path)!r}), log=Path({str(job.log)!r}))
+drain = start_drain(JobSpec.model_validate_json({job.spec.model_dump_json()!r}), folder.path, prune=False)
 Ranks(folder, attempt=1).save(10)
 subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, start_new_session=True)
 print(drain, flush=True)
@@ -305,6 +307,7 @@ while True:
 """
 
 
+@pytest.mark.slow  # test_restore_property kills ranks and drains at random too
 @pytest.mark.chaos
 def test_random_kills_of_training_and_drain_never_commit_anything_but_the_truth(job):
     """12 attempts, each killed at random, the drain killed at random too; every commit is bit-equal to its source."""

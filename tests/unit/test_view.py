@@ -34,9 +34,12 @@ from surefoot.events import (
     RankHung,
     RanksRestarted,
     RestoreFellBack,
+    SaveIntervalChosen,
     Severity,
     SnapshotSkipped,
     StepCompleted,
+    StorageFailed,
+    StorageRecovered,
 )
 from surefoot.spec import JobSpec, parse_spec
 
@@ -199,6 +202,34 @@ def test_notes(event: Event, text: str) -> None:
 def test_snapshots_between_saves_that_are_skipped_make_no_note() -> None:
     state = state_after(SnapshotSkipped(job="j", step=4, persist=False, reason="busy", skipped_total=1))
     assert not state.notes
+
+
+def storage_failed(number: int, reason: str = "ENOSPC: no space") -> StorageFailed:
+    return StorageFailed(job="j", operation="write step-9", reason=reason, num_failures=number, ts=TS)
+
+
+def test_storage_that_fails_is_a_note_per_reason_and_a_row_until_it_works() -> None:
+    failures = [storage_failed(n) for n in (1, 2, 3)]
+    state = state_after(started(1, 0, "SEED"), step(1, 1.0), *failures)
+    assert texts(state)[1:] == ["storage fails to write step-9: ENOSPC: no space; what is to be saved waits"]
+    assert dict(facts(state, 2.0))["storage"] == "fails (3 times so far): ENOSPC: no space"
+    assert plain_line(state, 2.0).endswith("storage fails (3 times so far): ENOSPC: no space")
+    state.apply(StorageRecovered(job="j", seconds=6.3, num_failures=3, ts=TS))
+    assert texts(state)[-1] == "storage takes writes again, after 6.3 s"
+    assert "storage" not in dict(facts(state, 2.0))
+    state.apply(storage_failed(1))
+    state.apply(committed(9, 3.0))  # of the next drain, which knows of no failure
+    assert "storage" not in dict(facts(state, 4.0))
+
+
+def test_what_auto_chose_is_shown_with_its_reason() -> None:
+    chosen = SaveIntervalChosen(
+        job="j", attempt=1, rank=0, step=5, interval_seconds=63.2, save_cost_seconds=0.15,
+        mean_seconds_between_failures=13000.0, num_failures=2, reason="a save costs 0.15 s", ts=TS,
+    )  # fmt: skip
+    state = state_after(chosen)
+    assert dict(facts(state, 0.0))["saves"] == "every 63 s (auto; one costs 0.15 s)"
+    assert texts(state) == ["saves every 63 s from now on: a save costs 0.15 s"]
 
 
 def test_newest_durable_checkpoint_and_its_age() -> None:

@@ -11,11 +11,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from surefoot.checkpoint.attempts import ATTEMPTS_FOLDER
+from surefoot.checkpoint.estimate import check_storage_room
 from surefoot.checkpoint.locks import holder_pid
 from surefoot.checkpoint.staging import free_bytes, required_bytes
 from surefoot.checkpoint.staging_folder import staging_folder_path
 from surefoot.entrypoint import RECIPE_MODULE, check_entrypoint, is_recipe, require_package
 from surefoot.errors import StagingTooSmall, UsageError
+from surefoot.initial_weights import check_init_from
 from surefoot.spec import JobSpec, RecipeSpec
 
 BYTES_PER_PARAMETER = 12
@@ -25,7 +28,7 @@ MARGIN_RATIO = 1.05
 """Tensors do not share out over the ranks exactly."""
 RANK_VARIABLES = frozenset({
     "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE",
-    "SUREFOOT_CAUSE", "SUREFOOT_FROM_SEED", "SUREFOOT_JOB_KEY", "SUREFOOT_SPEC",
+    "SUREFOOT_CAUSE", "SUREFOOT_FROM_SEED", "SUREFOOT_JOB_KEY", "SUREFOOT_SPEC", "SUREFOOT_WRITER_PRUNES",
 })  # fmt: skip
 """Set by the launcher for each rank; a value from the spec would break the job."""
 
@@ -107,6 +110,21 @@ def _check_storage(spec: JobSpec) -> None:
     require_writable("storage", spec.storage / spec.job)
 
 
+def _check_storage_room(spec: JobSpec) -> None:
+    """Refuse what will not fit. The size of an own script's state is not known here; the sdk asks when it is."""
+    folder = spec.storage / spec.job
+    if spec.recipe is None or (folder / ATTEMPTS_FOLDER).is_dir():  # a job that goes on meets a full disk better
+        return
+    checkpoint = spec.checkpoint
+    check_storage_room(
+        folder,
+        checkpoint.retention,
+        spec.recipe.model.num_parameters() * BYTES_PER_PARAMETER,
+        num_steps=spec.recipe.steps,
+        save_every_steps=checkpoint.save_every_steps if checkpoint.save_every_seconds is None else None,
+    )
+
+
 def _check_run_dir(spec: JobSpec) -> None:
     require_writable("run_dir", spec.job_run_dir)
 
@@ -141,6 +159,7 @@ CHECKS: tuple[Callable[[JobSpec], None], ...] = (
     _check_recipe,
     _check_dependencies,
     _check_data,
+    check_init_from,
     _check_batch,
     _check_environment,
     _check_storage,
@@ -148,6 +167,7 @@ CHECKS: tuple[Callable[[JobSpec], None], ...] = (
     _check_cache_dir,
     _check_num_buffers,
     _check_staging_dir,
+    _check_storage_room,
     _check_not_running,
 )
 

@@ -6,14 +6,16 @@ Relative paths are relative to the directory the command is run in, as with torc
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from surefoot.errors import UsageError
 from surefoot.policy import PolicySpec
@@ -30,19 +32,52 @@ FROM_SEED_ENVIRONMENT_KEY = "SUREFOOT_FROM_SEED"
 JOB_NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 
+class RetentionSpec(Section):
+    """Which checkpoints stay on storage: whatever one of these rules keeps. Pinned ones always stay."""
+
+    keep_last: int | None = Field(default=5, ge=1)
+    """The newest so many that a restart could use; null: all."""
+    keep_every_steps: int | None = Field(default=None, ge=1)
+    """The first at or after each multiple of so many steps, for ever."""
+    keep_best: int = Field(default=0, ge=0)
+    """The so many with the lowest training loss (mean of the last steps before the save)."""
+    keep_stable: int = Field(default=2, ge=2)
+    """The newest so many STABLE ones: roll-backs go there."""
+
+
 class CheckpointSpec(Section):
-    """When to snapshot and save, and where snapshots are staged."""
+    """When to snapshot and save, where snapshots are staged, and what is kept."""
 
     save_every_steps: int | None = Field(default=None, ge=1)
     """Make a snapshot durable every so many steps."""
-    save_every_seconds: float | None = Field(default=30.0, gt=0)
-    """Make a snapshot durable when the last save is so long ago. null: never by time."""
+    save_every_seconds: float | Literal["auto"] | None = 30.0
+    """Make a snapshot durable when the last save is so long ago. null: never by time; auto: Young/Daly's interval, from
+    the measured cost of a save and the failures that this job has had."""
     snapshot_every_steps: int = Field(default=1, ge=0)
     """Keep a snapshot in memory every so many steps; 0: only when saving."""
-    num_buffers: int = Field(default=3, ge=2, le=8)
-    """Staging buffers per rank. Three are needed for per-step snapshots."""
+    num_buffers: int = Field(default=3, ge=1, le=8)
+    """Staging buffers per rank. Three are needed for per-step snapshots; with one a save waits for the one before."""
     staging_dir: Path = Path("/dev/shm")  # noqa: S108  the point is to be on tmpfs
     """A tmpfs folder; each job gets its own folder in it."""
+    retention: RetentionSpec = RetentionSpec()
+    """Which checkpoints stay on storage."""
+
+    @field_validator("num_buffers")
+    @classmethod
+    def _one_is_for_saves_only(cls, value: int, info: ValidationInfo) -> int:
+        if value == 1 and info.data.get("snapshot_every_steps", 0) > 0:
+            raise ValueError("1 leaves nothing to go back to while it is filled; needs snapshot_every_steps: 0")
+        return value
+
+    @field_validator("save_every_seconds", mode="before")
+    @classmethod
+    def _is_interval(cls, value: object) -> object:
+        # One sentence instead of what each member of the union has against it.
+        if value is None or value == "auto":
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+            return value
+        raise ValueError("must be a number of seconds greater than 0, auto or null")
 
 
 class RestartSpec(Section):
@@ -147,6 +182,8 @@ class JobSpec(Section):
     """Checkpoints go to `<storage>/<job>/`."""
     run_dir: Path = Path(".surefoot/run")
     """Logs and events go to `<run_dir>/<job>/`."""
+    init_from: Path | None = None
+    """A Hugging Face folder (safetensors) whose weights the job begins with; read only when it starts from the seed."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Decides initial weights, data order and dropout."""
     threads_per_rank: int | None = Field(default=None, ge=1)
@@ -156,7 +193,7 @@ class JobSpec(Section):
     env: dict[str, str] = Field(default={})
     """Extra environment of the ranks."""
     checkpoint: CheckpointSpec = CheckpointSpec()
-    """When to snapshot and save, and where snapshots are staged."""
+    """When to snapshot and save, where snapshots are staged, and what is kept."""
     restart: RestartSpec = RestartSpec()
     """How often ranks may be started again."""
     hang: HangSpec = HangSpec()
@@ -230,6 +267,9 @@ def _type_name(annotation: Any) -> str:
         return " or ".join(str(member.value) for member in annotation)
     if get_origin(annotation) is tuple and get_args(annotation)[-1] is Ellipsis:
         return f"list of {_type_name(get_args(annotation)[0])}"
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    if any(get_origin(member) is Literal for member in members):
+        return " | ".join(_type_name(member) for member in members).replace("nullType", "null")
     text = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
     return text.replace("pathlib._local.", "").replace("pathlib.", "").replace("None", "null")
 

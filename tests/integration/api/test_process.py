@@ -78,6 +78,7 @@ def steps(frames: list[dict[str, str]]) -> list[str]:
     return [frame["id"] for frame in frames if frame.get("event") == "StepCompleted"]
 
 
+@pytest.mark.slow  # chaos/test_services kills it beside a real job of a whole stack
 def test_m1_killed_while_a_job_runs(
     environment: dict[str, str], url: str, log: Path, database: Database, bus: RedisBus, tmp_path: Path
 ) -> None:
@@ -147,7 +148,8 @@ def test_it_waits_for_what_it_needs_and_says_so_once(
     ("change", "code", "words"),
     [
         ({"SUREFOOT_API_HOST": "0.0.0.0"}, 2, "SUREFOOT_API_TOKEN"),
-        ({"SUREFOOT_API_PORT": "taken"}, 1, "is in use"),
+        # unit/test_listening has the words; the gateway's start has the exit code
+        pytest.param({"SUREFOOT_API_PORT": "taken"}, 1, "is in use", marks=pytest.mark.slow),
     ],
 )
 def test_refusals_at_start(environment: dict[str, str], change: dict[str, Any], code: int, words: str) -> None:

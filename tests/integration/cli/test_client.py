@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -81,13 +82,19 @@ def test_jobs_and_checkpoints(api: Api, surefoot: Surefoot) -> None:
     assert [row["name"] for row in json.loads(surefoot("jobs", "--json", "-n", 1).out)] == ["new"]
     with api.database.write() as session:
         session.add_all([started_attempt(1, job="old"), started_attempt(2, 1, 20, job="old")])
-        rows = [(1, 20, True), (1, 30, False), (2, 40, False)]
-        session.add_all(checkpoint_row(a, s, job="old", stable=stable, verified_at=NOW) for a, s, stable in rows)
+        rows: list[tuple[int, int, dict[str, Any]]] = [
+            (1, 20, {"stable": True}), (1, 30, {"pinned": True}), (2, 40, {"loss": 2.34567}),
+            (2, 35, {"state": "DELETING"}),
+        ]  # fmt: skip
+        session.add_all(checkpoint_row(a, s, job="old", verified_at=NOW, **given) for a, s, given in rows)
     lines = surefoot("checkpoints", "old").out.splitlines()
-    assert [line.split()[:5] for line in lines[1:]] == [
-        ["40", "2", "current", "-", "ok"], ["30", "1", "abandoned", "-", "ok"], ["20", "1", "current", "yes", "ok"],
-    ]  # fmt: skip
-    assert len(json.loads(surefoot("checkpoints", "of", "old", "--json").out)) == 3
+    assert [line.split()[:7] for line in lines[1:]] == [
+        ["40", "2", "current", "-", "-", "2.346", "ok"],
+        ["35", "2", "deleting", "-", "-", "-", "ok"],
+        ["30", "1", "abandoned", "-", "yes", "-", "ok"],
+        ["20", "1", "current", "yes", "-", "-", "ok"],
+    ]
+    assert len(json.loads(surefoot("checkpoints", "of", "old", "--json").out)) == 4
     missing = surefoot("checkpoints", "nobody")
     assert (missing.code, "there is no job 'nobody'" in missing.err) == (1, True)
 

@@ -131,7 +131,7 @@ def test_a_restart_ends_the_helpers_of_the_dead_ranks(make_job: MakeJob, tmp_pat
     assert job.events(JobFinished)[0].restarts == 1
 
 
-def test_signals_to_fork_server_and_ranks_end_nobody(make_job: MakeJob) -> None:
+def test_signals_to_fork_server_and_ranks_end_nobody_and_its_death_is_one_more_restart(make_job: MakeJob) -> None:
     job = make_job(entrypoint=f"{RING} 100000")
     with started(job) as process:
         ranks = until_trains(job)
@@ -143,9 +143,11 @@ def test_signals_to_fork_server_and_ranks_end_nobody(make_job: MakeJob) -> None:
         os.kill(ranks[1], signal.SIGKILL)
         assert until_trains(job, 1)
         assert int(Path(f"/proc/{server}/stat").read_text().rpartition(") ")[2].split()[1]) == process.pid
+        assert [event.exit_code for event in job.events(RankFailed)] == [-signal.SIGKILL]
+        os.kill(server, signal.SIGKILL)
+        until_trains(job, 2)
         process.send_signal(signal.SIGTERM)
         assert finish(process)[0] == 75
-        assert [event.exit_code for event in job.events(RankFailed)] == [-signal.SIGKILL]
 
 
 def test_a_stop_during_the_imports_is_heeded_and_a_save_does_no_harm(make_job: MakeJob) -> None:
@@ -198,7 +200,7 @@ def test_killed_while_storage_fails_it_ends_in_seconds_and_says_what_is_not_save
     os.kill(drain, signal.SIGKILL)
 
 
-@pytest.mark.slow  # test_launcher has a second launcher too
+@pytest.mark.slow  # P1 in test_launcher has a second launcher too
 def test_a_second_launcher_of_a_job_with_snapshots_is_refused_at_once(make_job: MakeJob) -> None:
     job = make_job(trainer=["--steps", "100000", "--step-seconds", "0.01"])
     with started(job) as process:

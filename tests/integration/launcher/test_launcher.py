@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,8 @@ def test_p3_a_thread_that_does_not_end_cannot_keep_a_failed_rank(make_job: MakeJ
     assert "with a thread that does not end" in ended(job).reason
 
 
-@pytest.mark.parametrize(("what", "code"), [pytest.param("usage", 2, marks=pytest.mark.slow), ("exit3", 1)])
+@pytest.mark.slow  # P2 and test_misuse have one of each; unit/launcher has the decisions
+@pytest.mark.parametrize(("what", "code"), [("usage", 2), ("exit3", 1)])
 def test_exit_codes_of_ranks_are_honoured(make_job: MakeJob, what: str, code: int) -> None:
     job = make_job(entrypoint=f"{RING} 100 rank=1 step=1 what={what}", spec={"restart": {"max_restarts": 1}})
     job.run(expect=code)
@@ -72,8 +74,21 @@ def test_exit_codes_of_ranks_are_honoured(make_job: MakeJob, what: str, code: in
     assert len(failures) == {"usage": 1, "exit3": 2}[what]
 
 
+@contextmanager
+def left_over(job: Job) -> Iterator[subprocess.Popen[bytes]]:
+    """Give a process of the job, with a child, that an earlier launcher seems to have left."""
+    code = "import os, time\nif os.fork(): print('up', flush=True)\ntime.sleep(1000)"
+    environment = os.environ | {JOB_KEY_ENVIRONMENT_KEY: job.staging.name}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        assert len(find_job_processes(job.staging.name)) == 2
+        yield process
+
+
 @pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_script_runs_as_python_would_run_it(make_job: MakeJob, tmp_path: Path, method: str) -> None:
+    """And before it starts, what is left over of the job is swept."""
     text = """
 import atexit, json, os, sys
 import beside_the_script
@@ -89,7 +104,10 @@ if __name__ == "__main__":
     path = script(folder, text)
     (folder / "beside_the_script.py").write_text("X = 7\n")
     job = make_job(entrypoint=f"{path} --lr 3e-4 'two words'", spec={"start_method": method, "env": {"OWN": "mine"}})
-    job.run()
+    with left_over(job) as swept:
+        job.run()
+        assert swept.wait(5) == -signal.SIGKILL
+    assert kill_job_processes(job.staging.name) == []
     for rank in (0, 1):
         header, first, second, last = output(job, rank).splitlines()
         assert header.startswith(f"--- surefoot: rank {rank} starts, pid ")
@@ -142,14 +160,21 @@ def test_spawn_with_a_reason_where_preloading_fails(
     assert output(job, 0).splitlines()[-1] == "trained"
 
 
-def test_output_is_kept_across_restarts(make_job: MakeJob) -> None:
+def test_p1_output_is_kept_across_restarts_and_sigterm_stops_at_a_step_boundary(make_job: MakeJob) -> None:
     job = make_job(entrypoint=f"{RING} 100000")
     with started(job) as process:
         for start in range(3):
             os.kill(until_trains(job, start)[1], signal.SIGKILL)
         until_trains(job, 3)
+        process.send_signal(signal.SIGUSR1)
+        until(lambda: "save 1\n" in output(job, 0) and "save 1\n" in output(job, 1), "both save")
         process.send_signal(signal.SIGTERM)
         assert finish(process)[0] == 75
+        stops = {output(job, rank).splitlines()[-1] for rank in (0, 1)}
+        assert len(stops) == 1
+        assert stops.pop().startswith("stopped after step ")
+        assert ended(job).state is JobState.STOPPED
+        assert ended(job).attempt is None or ended(job).attempt == 1
         for rank in (0, 1):
             lines = output(job, rank).splitlines()
             headers = [line for line in lines if line.startswith("--- surefoot")]
@@ -160,25 +185,15 @@ def test_output_is_kept_across_restarts(make_job: MakeJob) -> None:
             assert firsts == [f"first step of start {start}" for start in range(4)]
 
 
-def test_p1_sigterm_to_the_launcher_stops_at_a_step_boundary(make_job: MakeJob) -> None:
-    job = make_job(entrypoint=f"{RING} 100000")
-    with started(job) as process:
-        until_trains(job)
-        process.send_signal(signal.SIGUSR1)
-        until(lambda: "save 1\n" in output(job, 0) and "save 1\n" in output(job, 1), "both save")
-        process.send_signal(signal.SIGTERM)
-        assert finish(process)[0] == 75
-        stops = {output(job, rank).splitlines()[-1] for rank in (0, 1)}
-        assert len(stops) == 1
-        assert stops.pop().startswith("stopped after step ")
-        assert ended(job).state is JobState.STOPPED
-        assert ended(job).attempt is None or ended(job).attempt == 1
-
-
 def test_p1_sigterm_to_every_process_stops_at_a_step_boundary(make_job: MakeJob) -> None:
+    """And before it a second launcher is refused, which the first does not notice."""
     job = make_job(entrypoint=f"{RING} 100000")
     with started(job) as process:
         pids = until_trains(job)
+        code, text = finish(job.start())
+        assert code == 2
+        assert f"process {process.pid}" in text
+        assert process.poll() is None
         os.killpg(process.pid, signal.SIGTERM)
         for pid in pids:  # Slurm and systemd signal every process of the job, whatever its group
             os.kill(pid, signal.SIGTERM)
@@ -188,6 +203,7 @@ def test_p1_sigterm_to_every_process_stops_at_a_step_boundary(make_job: MakeJob)
         assert job.events(RankFailed) == []
 
 
+@pytest.mark.slow  # test_adversity has a second signal, to a job of the sdk
 def test_a_second_signal_kills_at_once(make_job: MakeJob, tmp_path: Path) -> None:
     path = script(tmp_path / "s", f"import sys\nsys.argv = ['x', '1']\nexec(open({str(RING)!r}).read().replace("
                                   "'dist.destroy_process_group()', 'time.sleep(1000)'))\n")  # fmt: skip
@@ -210,31 +226,6 @@ def test_ranks_that_cannot_obey_are_not_waited_for(make_job: MakeJob, tmp_path: 
         until(lambda: "up" in output(job, 1), "rank 1 runs")
         process.send_signal(signal.SIGTERM)
         assert finish(process)[0] == 75
-
-
-def test_a_second_launcher_is_refused_and_the_first_goes_on(make_job: MakeJob) -> None:
-    job = make_job(entrypoint=f"{RING} 100000")
-    with started(job) as process:
-        until_trains(job)
-        code, text = finish(job.start())
-        assert code == 2
-        assert f"process {process.pid}" in text
-        assert job.events(RankFailed) == []
-        process.send_signal(signal.SIGTERM)
-        assert finish(process)[0] == 75
-
-
-def test_left_over_processes_of_the_job_are_swept(make_job: MakeJob) -> None:
-    job = make_job(entrypoint=f"{RING} 1", nproc=1)
-    code = "import os, time\nif os.fork(): print('up', flush=True)\ntime.sleep(1000)"
-    environment = os.environ | {JOB_KEY_ENVIRONMENT_KEY: job.staging.name}
-    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) as left_over:
-        assert left_over.stdout is not None
-        assert left_over.stdout.readline() == b"up\n"
-        assert len(find_job_processes(job.staging.name)) == 2
-        job.run()
-        assert left_over.wait(5) == -signal.SIGKILL
-    assert kill_job_processes(job.staging.name) == []
 
 
 @pytest.mark.slow  # unit/sdk has the seeds

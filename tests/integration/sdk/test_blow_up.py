@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,11 +27,11 @@ FAULT_STEP = 90
 
 
 class Text:
-    """This package's source as bytes."""
+    """A text that never changes: how much harm a blown-up update does depends on the very batch that it comes with."""
 
     def __init__(self):
-        root = Path(sdk.__file__).parents[1]
-        self._bytes = b"".join(path.read_bytes() for path in sorted((root / "checkpoint").glob("*.py")))
+        sentence = b"to be or not to be, that is the question: whether tis nobler in the mind to suffer the slings "
+        self._bytes = 400 * (sentence + b"and arrows of outrageous fortune. ")
 
     def __len__(self):
         return len(self._bytes) // SEQUENCE

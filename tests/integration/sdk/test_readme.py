@@ -30,7 +30,8 @@ def script(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_misuse and test_preemption run scripts so, torchrun below runs this one
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_under_surefoot_run(make_job, script, start_method):
     job = make_job(entrypoint=str(script), spec={"start_method": start_method})
     job.run()

@@ -70,7 +70,7 @@ def test_what_is_staged_becomes_durable_and_its_memory_is_freed(job: StagedJob) 
 def test_what_cannot_be_drained_stays_and_is_named(job: StagedJob) -> None:
     shutil.move(job.spec.storage / "left", job.spec.storage / "away")
     (job.spec.storage / "left").write_text("not a folder")
-    (left,) = drain_leftovers(job.layout, lambda name, folder: None, timeout_seconds=2.0)
+    (left,) = drain_leftovers(job.layout, lambda name, folder: None, timeout_seconds=4.0)
     assert (left.job, left.folder) == ("left", job.staging.path)
     assert left.reason.startswith(f"no record of attempt 1 in {job.spec.storage}")
     assert processes_of(job.spec.storage) == []

@@ -123,6 +123,7 @@ def test_a_service_that_cannot_start_is_shown_with_its_log(home: Path) -> None:
     assert processes_of(home) == []
 
 
+@pytest.mark.slow  # so are the stacks of tests/chaos
 def test_in_the_foreground_until_a_signal(home: Path) -> None:
     command = [sys.executable, "-m", "surefoot.cli.main", "up", "--foreground", "--home", str(home)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

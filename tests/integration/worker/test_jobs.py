@@ -23,8 +23,8 @@ from surefoot.events import JobState, JobStateChanged, LogLine, Message, RollBac
 from surefoot.testing.bus import MemoryBus
 
 MakeWorker = Callable[..., Any]
-PENDING, STARTING, RUNNING, RECOVERING, STOPPING, PAUSED, SUCCEEDED, STOPPED, FAILED = (
-    JobState.PENDING, JobState.STARTING, JobState.RUNNING, JobState.RECOVERING, JobState.STOPPING,
+PENDING, STARTING, RUNNING, DEGRADED, RECOVERING, STOPPING, PAUSED, SUCCEEDED, STOPPED, FAILED = (
+    JobState.PENDING, JobState.STARTING, JobState.RUNNING, JobState.DEGRADED, JobState.RECOVERING, JobState.STOPPING,
     JobState.PAUSED, JobState.SUCCEEDED, JobState.STOPPED, JobState.FAILED,
 )  # fmt: skip
 
@@ -116,6 +116,23 @@ def test_a_killed_launcher_is_started_again_within_the_budget(
     assert "restart.max_restarts" in catalogue.run("six").reason
     worker.until_state("seven", FAILED)
     assert "4 times before an attempt began" in catalogue.run("seven").reason
+
+
+def test_a_job_that_cannot_save_is_degraded_until_it_can(
+    make_worker: MakeWorker, catalogue: Any, memory: MemoryBus
+) -> None:
+    worker = make_worker(memory)
+    catalogue.submit("full", "full")
+    worker.until_state("full", DEGRADED)
+    step = catalogue.run("full").step or 0
+    worker.until(lambda: (catalogue.run("full").step or 0) > step + 5, "it trains on")
+    assert catalogue.state("full") == DEGRADED
+    (catalogue.folder / "run/full/freed").touch()
+    worker.until_state("full", RUNNING)
+    wait_until(lambda: states(memory) == [STARTING, RUNNING, DEGRADED, RUNNING], 5, "the changes are told")
+    changes = [message for message in sent(memory) if isinstance(message, JobStateChanged)]
+    assert "nobody can save since 6 s: storage fails to write a shard: ENOSPC: No space left" in changes[2].reason
+    assert catalogue.run("full").reason == "storage takes writes again, after 6 s"
 
 
 def test_pause_and_go_on(make_worker: MakeWorker, catalogue: Any, memory: MemoryBus) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
 import shutil
 import signal
 import subprocess
@@ -13,12 +15,21 @@ from helpers.staging import Ranks, claim, storage_files
 from surefoot import faultpoints
 from surefoot.checkpoint.attempts import RESERVE_BYTES, RESERVE_KEY
 from surefoot.checkpoint.catalog import list_committed, read_scalars, verify
-from surefoot.checkpoint.drain import Drain, DrainLoop, _Retried
+from surefoot.checkpoint.drain import Drain, DrainLoop
+from surefoot.checkpoint.drain_prune import RetentionRules
+from surefoot.checkpoint.drain_retry import Retried
 from surefoot.checkpoint.ids import CheckpointId
 from surefoot.checkpoint.staging_folder import StagingFolder
 from surefoot.checkpoint.store import LocalStore
 from surefoot.errors import AttemptError
-from surefoot.events import CheckpointCommitted, CheckpointQuarantined, MemorySink
+from surefoot.events import (
+    CheckpointCommitted,
+    CheckpointPruned,
+    CheckpointQuarantined,
+    MemorySink,
+    StorageFailed,
+    StorageRecovered,
+)
 
 
 class HookedStore(LocalStore):
@@ -326,7 +337,7 @@ class TestErrors:
         drain.work()
         assert [event.step for event in sink.events] == [10, 20]
 
-    def test_delays_double_up_to_a_limit(self):
+    def test_delays_double_up_to_a_limit(self, drain):
         now, calls = 0.0, []
 
         def work():
@@ -334,7 +345,7 @@ class TestErrors:
             if len(calls) < 8:
                 raise OSError("disk")
 
-        retried = _Retried(work, 1.0, lambda: now)
+        retried = Retried(work, 1.0, lambda: now, drain.trouble)
         while not retried.call():
             now += 1 / 1024
         assert calls == pytest.approx([0.0, 0.1, 0.3, 0.7, 1.5, 2.5, 3.5, 4.5], abs=0.01)
@@ -525,8 +536,363 @@ class TestSalvage:
         drain.work()
         assert drain.salvage() is None
 
+    def test_the_one_before_where_the_newest_cannot_be_used(self, drain, ranks, folder, store):
+        ranks.save(10)
+        ranks.save(11)
+        for part in folder.parts():
+            if part.header.step == 11:
+                part.buffer.shard[:8] = bytes(8)
+        assert drain.salvage() == CheckpointId(1, 10)
+        ranks.check_committed(store, 10)
+
     def test_an_empty_folder_is_fine(self, drain):
         assert drain.salvage() is None
+
+
+class TestNodes:
+    """Each node has a staging folder and a drain of its own; storage is one."""
+
+    @pytest.fixture
+    def other_folder(self, tmp_path):
+        folder = StagingFolder.create(tmp_path / "staging-b", "job", tmp_path / "storage")
+        yield folder
+        for buffer in folder.buffers():
+            buffer.close()
+
+    @pytest.fixture
+    def ours(self, folder, store):
+        claim(store, 0)
+        return Ranks(folder, 1, world_size=4, here=[0, 1])
+
+    @pytest.fixture
+    def theirs(self, other_folder):
+        return Ranks(other_folder, 1, world_size=4, here=[2, 3])
+
+    @pytest.fixture
+    def other_sink(self):
+        return MemorySink()
+
+    @pytest.fixture
+    def other_drain(self, other_folder, store, other_sink):
+        return Drain(staging=other_folder, store=store, sink=other_sink, job="job")
+
+    def test_the_last_to_see_all_parts_commits_and_the_other_takes_note(
+        self, drain, other_drain, ours, theirs, store, folder, sink, other_sink
+    ):
+        for ranks in (ours, theirs):
+            ranks.save(10, persist=True)
+        assert drain.drain_once() == []
+        assert drain.waits_for_others
+        assert list_committed(store) == []
+        assert not folder.scan()[CheckpointId(1, 10)].drained
+        assert other_drain.drain_once() == ids((1, 10))
+        assert not other_drain.waits_for_others
+        assert drain.drain_once() == ids((1, 10))
+        assert not drain.waits_for_others
+        assert folder.scan()[CheckpointId(1, 10)].drained
+        ours.check_committed(store, 10)
+        (event,) = sink.events
+        assert other_sink.events == []
+        assert (event.world_size, event.num_bytes) == (4, sum(layout.shard_bytes for layout in ours.layouts))
+
+    def test_what_waits_for_another_node_is_written_once_and_holds_up_nothing(self, drain, ours, store):
+        written = []
+        store.before_write = written.append
+        for step in (10, 20):
+            ours.save(step, persist=True)
+        for _ in range(3):
+            assert drain.work() == []
+        shards = [key for key in written if key.endswith(".safetensors")]
+        files = ("rank-00000.safetensors", "rank-00001.safetensors")
+        assert shards == [f"step-0000000{step}-a0001/{file}" for step in (10, 20) for file in files]
+
+    def test_a_drain_that_comes_after_one_that_died_writes_no_shard_again(self, drain, ours, theirs, store, folder):
+        for ranks in (ours, theirs):
+            ranks.save(10, persist=True)
+        drain.drain_once()
+        written = []
+        store.before_write = written.append
+        assert Drain(staging=folder, store=store, sink=MemorySink(), job="job").drain_once() == []
+        assert written == []
+
+    @pytest.mark.parametrize("damage", ["rank-00000.json", "rank-00001.safetensors"])
+    def test_what_is_not_as_staged_is_written_again(self, drain, other_drain, ours, theirs, store, folder, damage):
+        for ranks in (ours, theirs):
+            ranks.save(10, persist=True)
+        drain.drain_once()
+        path = store.root / "step-000000010-a0001" / damage
+        path.write_bytes(path.read_bytes()[:-5])
+        assert Drain(staging=folder, store=store, sink=MemorySink(), job="job").drain_once() == []
+        assert other_drain.drain_once() == ids((1, 10))
+        ours.check_committed(store, 10)
+
+    def test_one_of_another_plan_is_no_part(self, drain, ours, theirs, store, other_folder):
+        ours.save(10, persist=True)
+        theirs.digest = bytes(16)
+        theirs.save(10, persist=True)
+        Drain(staging=other_folder, store=store, sink=MemorySink(), job="job").drain_once()
+        assert drain.drain_once() == []
+        assert list_committed(store) == []
+
+    def test_it_is_given_up_when_a_newer_one_is_committed(self, drain, other_drain, ours, theirs, store, folder):
+        ours.save(10, persist=True)
+        assert drain.drain_once() == []
+        for ranks in (ours, theirs):
+            ranks.save(20, persist=True)
+        assert drain.drain_once() == []
+        assert not folder.scan()[CheckpointId(1, 10)].drained
+        assert other_drain.drain_once() == ids((1, 20))
+        assert drain.work() == ids((1, 20))
+        assert drain.drain_once() == []
+        assert folder.scan()[CheckpointId(1, 10)].drained
+        assert not drain.waits_for_others
+        theirs.save(10, persist=True)  # it comes after all
+        assert other_drain.drain_once() == ids((1, 10))
+        ours.check_committed(store, 10)
+
+    def test_it_is_given_up_off_the_lineage(self, drain, ours, store, folder):
+        ours.save(10, persist=True)
+        assert drain.drain_once() == []
+        claim(store, 1, attempt=1, step=9)
+        assert drain.work() == []
+        assert folder.scan()[CheckpointId(1, 10)].drained
+        assert not drain.waits_for_others
+        assert [name for name in store.list("") if name.startswith("step")] == []
+
+    def test_what_another_node_may_be_writing_is_no_debris(self, drain, other_drain, ours, theirs, store):
+        """Attempt 2 goes on from what is in memory everywhere while the second node still writes step 10."""
+        theirs.save(10, persist=True)
+        assert other_drain.drain_once() == []
+        claim(store, 1, attempt=1, step=10)
+        drain.work()
+        assert "step-000000010-a0001" in store.list("")
+        ours.save(10, persist=True)
+        assert drain.work() == ids((1, 10))
+        assert other_drain.work() == ids((1, 10))
+
+    def test_a_rank_of_this_node_that_is_still_copying_is_waited_for(self, drain, ours, store):
+        ours.save(10, persist=True, ranks=[0])
+        assert drain.drain_once() == []
+        assert not drain.waits_for_others
+        assert [name for name in store.list("") if name.startswith("step")] == []
+
+    def test_the_salvage_finds_the_newest_that_all_nodes_have(self, drain, other_drain, ours, theirs, store):
+        """The first node is one step ahead when all are killed."""
+        for step in (11, 12):
+            ours.save(step)
+        for step in (10, 11):
+            theirs.save(step)
+        assert drain.salvage() is None
+        assert drain.waits_for_others
+        assert other_drain.salvage() == CheckpointId(1, 11)
+        assert drain.salvage() == CheckpointId(1, 11)
+        assert list_committed(store) == ids((1, 11))
+        ours.check_committed(store, 11)
+
+    @pytest.mark.parametrize("others_seconds", [0.0, 60.0])
+    def test_at_the_end_the_loop_waits_for_the_others_but_not_for_ever(
+        self, drain, other_drain, ours, theirs, store, folder, monkeypatch, others_seconds
+    ):
+        for ranks in (ours, theirs):
+            ranks.save(10)
+        loop = DrainLoop(
+            drain, folder, is_current=folder.path.exists, linger_seconds=0.0, others_seconds=others_seconds
+        )
+        waits = []
+
+        def wait_for_wake(timeout_seconds):
+            waits.append(timeout_seconds)
+            if len(waits) == 2:
+                other_drain.salvage()
+
+        monkeypatch.setattr(folder, "wait_for_wake", wait_for_wake)
+        assert loop.run() == 0
+        assert not folder.path.exists()
+        assert waits == ([] if others_seconds == 0 else [0.1, 0.1])
+        if others_seconds == 0:
+            assert list_committed(store) == []
+            other_drain.salvage()
+        assert list_committed(store) == ids((1, 10))
+        ours.check_committed(store, 10)
+
+
+class TestTrouble:
+    def events(self, sink, kind):
+        return [event for event in sink.events if isinstance(event, kind)]
+
+    def loop(self, drain, folder, **options):
+        return DrainLoop(drain, folder, is_current=folder.path.exists, linger_seconds=0.0, **options)
+
+    @pytest.mark.parametrize(
+        ("number", "at", "operation"),
+        [
+            (errno.ENOSPC, "rank-00001.safetensors", "write step-000000010-a0001/rank-00001.safetensors"),
+            (errno.EIO, "rank-00000.json", "write step-000000010-a0001/rank-00000.json"),
+            (errno.EROFS, "manifest.json", "write step-000000010-a0001/manifest.json"),
+        ],
+    )
+    def test_c9_every_failed_try_is_an_event_and_the_recovery_is_one(
+        self, ranks, folder, store, sink, number, at, operation
+    ):
+        """Case C9, the drain's part: told with the first failure, and again each time."""
+        now = 100.0
+        drain = Drain(staging=folder, store=store, sink=sink, job="job", monotonic=lambda: now)
+        loop = self.loop(drain, folder, monotonic=lambda: now)
+
+        def fail(key):
+            if key.endswith(at):
+                raise OSError(number, os.strerror(number))
+
+        ranks.save(10, persist=True)
+        store.before_write = fail
+        for _ in range(3):
+            assert not loop._work.call()
+            assert not loop._work.call()  # too early: no try, no event
+            loop._reports.call()  # works, and is no sign that writing does
+            now = loop._work.next_try
+        failed = self.events(sink, StorageFailed)
+        assert [event.num_failures for event in failed] == [1, 2, 3]
+        assert {event.operation for event in failed} == {operation}
+        path = f"{store}/{operation.removeprefix('write ')}"
+        assert {event.reason for event in failed} == {f"{errno.errorcode[number]}: {os.strerror(number)}: {path}"}
+        assert self.events(sink, StorageRecovered) == []
+        store.before_write = lambda key: None
+        assert loop._work.call()
+        (recovered,) = self.events(sink, StorageRecovered)
+        assert (recovered.num_failures, recovered.seconds) == (3, pytest.approx(0.7))
+        assert loop._work.call()
+        assert len(self.events(sink, StorageRecovered)) == 1
+
+    def test_having_nothing_to_write_any_more_is_no_recovery(self, drain, ranks, folder, store, sink):
+        def fail(key):
+            raise OSError(errno.ENOSPC, "full")
+
+        loop = self.loop(drain, folder, monotonic=lambda: 0.0)
+        ranks.save(10, persist=True)
+        store.before_write = fail
+        assert not loop._work.call()
+        store.before_write = lambda key: None
+        claim(store, 1, attempt=1, step=9)  # step 10 leaves the lineage
+        loop._work.next_try = 0.0
+        assert loop._work.call()
+        assert self.events(sink, StorageRecovered) == []
+        Ranks(folder, attempt=2).save(10, persist=True, keep=ids((1, 9)))
+        assert loop._work.call()
+        assert len(self.events(sink, StorageRecovered)) == 1
+
+    @pytest.mark.parametrize("note", [None, "", "[1.0]", '{"a": 1}', '["x", 2]'])
+    def test_the_end_of_the_trouble_is_told_by_the_next_drain_too(self, ranks, folder, store, sink, note):
+        """A drain dies while the disk is full; consumers shall not believe for ever that nobody can save."""
+
+        def fail(key):
+            raise OSError(errno.ENOSPC, "full")
+
+        now = 100.0
+        ranks.save(10, persist=True)
+        store.before_write = fail
+        first = Drain(staging=folder, store=store, sink=sink, job="job", monotonic=lambda: now)
+        assert not self.loop(first, folder, monotonic=lambda: now)._work.call()
+        store.before_write = lambda key: None
+        path = folder.path / "storage-trouble.json"
+        if note is not None:
+            path.write_text(note)
+        now = 107.0
+        second = Drain(staging=folder, store=store, sink=sink, job="job", monotonic=lambda: now)
+        loop = self.loop(second, folder, monotonic=lambda: now)
+        assert loop._reports.call()
+        assert self.events(sink, StorageRecovered) == []
+        assert loop._work.call()
+        told = [(event.seconds, event.num_failures) for event in self.events(sink, StorageRecovered)]
+        assert told == ([(7.0, 1)] if note is None else [])
+        assert path.exists() == (note is not None)
+
+    def test_records_that_are_gone_are_storage_that_failed(self, drain, folder, store, sink):
+        Ranks(folder, attempt=1).save(10, persist=True)
+        loop = self.loop(drain, folder, monotonic=lambda: 0.0)
+        assert not loop._work.call()
+        (event,) = self.events(sink, StorageFailed)
+        assert event.operation == "read the job's records"
+        assert event.reason.startswith(f"no record of attempt 1 in {store}")
+
+    def test_a_disk_that_cannot_be_read_is_named(self, drain, ranks, folder, store, sink, monkeypatch):
+        class Broken(io.BytesIO):
+            def readall(self):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        ranks.save(10, persist=True)
+        drain.work()
+        folder.write_report(CheckpointId(1, 10), "rank-00000.safetensors", "checksum")
+        loop = self.loop(drain, folder, monotonic=lambda: 0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "read", lambda key: Broken())
+            assert not loop._reports.call()
+        (event,) = self.events(sink, StorageFailed)
+        assert event.operation == "read step-000000010-a0001/manifest.json"
+        loop._reports.next_try = 0.0
+        assert loop._reports.call()
+        assert len(self.events(sink, StorageRecovered)) == 1
+
+
+class TestLoss:
+    @pytest.mark.parametrize(
+        ("staged", "reported"), [(2.5, 2.5), (3, 3.0), (None, None), (float("nan"), None), ("low", None)]
+    )
+    def test_the_loss_that_rank_0_staged_is_in_the_event(self, drain, ranks, sink, monkeypatch, staged, reported):
+        monkeypatch.setattr(ranks, "scalars", lambda step: {"step": step, "loss": staged})
+        ranks.save(10, persist=True)
+        drain.drain_once()
+        assert sink.events[-1].loss == reported
+
+
+class TestPrune:
+    RULES = RetentionRules(keep_last=2, keep_every_steps=None, keep_best=0, keep_stable=2)
+
+    def test_what_retention_does_not_keep_goes_after_each_commit(self, ranks, folder, store, sink):
+        drain = Drain(staging=folder, store=store, sink=sink, job="job", retention=self.RULES)
+        loop = DrainLoop(drain, folder, is_current=folder.path.exists)
+        for step in (10, 20, 30, 40):
+            ranks.save(step, persist=True)
+            assert loop._work.call()
+            assert loop._prune.call()
+        assert list_committed(store) == ids((1, 30), (1, 40))
+        pruned = [event.step for event in sink.events if isinstance(event, CheckpointPruned)]
+        assert pruned == [10, 20]
+
+    def test_without_rules_nothing_goes(self, drain, ranks, store):
+        for step in (10, 20, 30, 40):
+            ranks.save(step, persist=True)
+            drain.work()
+            drain.prune()
+        assert len(list_committed(store)) == 4
+
+    def test_storage_is_looked_at_only_when_something_was_committed(self, ranks, folder, store, sink, monkeypatch):
+        drain = Drain(staging=folder, store=store, sink=sink, job="job", retention=self.RULES)
+        ranks.save(10, persist=True)
+        drain.work()
+        drain.prune()
+        monkeypatch.setattr(store, "list", lambda prefix: pytest.fail(f"listed {prefix!r}"))
+        drain.prune()
+
+    def test_a_full_disk_is_a_reason_to_look_again(self, ranks, folder, store, sink, monkeypatch):
+        """Case C6: what a roll-back left behind goes, and then there is room."""
+        drain = Drain(staging=folder, store=store, sink=sink, job="job", retention=self.RULES)
+        for step in (10, 20):
+            ranks.save(step, persist=True)
+            drain.work()
+        drain.prune()
+        claim(store, 1, attempt=1, step=10)  # step 20 is abandoned
+        ranks = Ranks(folder, attempt=2)
+        ranks.save(15, persist=True)
+        with monkeypatch.context() as patched:
+
+            def write(*_: object, **__: object) -> None:
+                raise OSError(errno.ENOSPC, "full")
+
+            patched.setattr(store, "write", write)
+            with pytest.raises(OSError, match="full"):
+                drain.work()
+        drain.prune()
+        assert list_committed(store) == ids((1, 10))
 
 
 class TestLoop:
@@ -564,6 +930,24 @@ class TestLoop:
         Ranks(folder, attempt=1).save(10)  # without a record the salvage fails
         assert self.loop(drain, folder, give_up_seconds=0.1).run() == 1
         assert folder.scan()[CheckpointId(1, 10)].complete
+
+    def test_a_salvage_that_failed_is_no_longer_wanted_when_somebody_comes(self, drain, folder, monkeypatch):
+        """Its next try never comes: the loop must not spin for it, nor the trouble last until it was done."""
+        Ranks(folder, attempt=1).save(10)  # without a record the salvage fails
+        now, there, waits = [0.0], iter([False, True, True]), []
+
+        def wait(timeout_seconds):
+            waits.append(timeout_seconds)
+            now[0] += 10.0
+            if len(waits) == 3:
+                folder.remove()
+
+        monkeypatch.setattr(folder, "wait_for_wake", wait)
+        loop = self.loop(drain, folder, monotonic=lambda: now[0])
+        monkeypatch.setattr(loop, "_is_somebody_there", lambda: next(there))
+        assert loop.run() == 0
+        assert waits == [0.01] * 3
+        assert drain.trouble._failing == set()
 
     def test_a_report_that_cannot_be_looked_into_does_not_hold_up_saves(self, drain, ranks, folder, store, monkeypatch):
         """The bad checkpoint cannot be read for ever; what is saved after it becomes durable at once."""

@@ -15,8 +15,8 @@ from surefoot.checkpoint.layout import (
     DTYPE_BYTES,
     ShardLayout,
     TensorSpec,
-    assign,
     plan_digest,
+    share_out,
 )
 
 DIGEST = bytes(range(16))
@@ -166,8 +166,8 @@ _specs = st.lists(
 @settings(deadline=None, max_examples=60)
 @given(_specs, st.integers(1, 5))
 def test_any_tensors_make_a_loadable_shard_and_are_shared_out_once(specs, world_size):
-    shares = assign(specs, world_size)
-    assert shares == assign(list(reversed(specs)), world_size)
+    shares = share_out([specs] * world_size)
+    assert shares == share_out([list(reversed(specs))] * world_size)
     assert sorted(s.name for share in shares for s in share) == sorted(s.name for s in specs)
     for share in shares:
         layout = build(share, world_size=world_size)
@@ -177,15 +177,43 @@ def test_any_tensors_make_a_loadable_shard_and_are_shared_out_once(specs, world_
         assert shapes == {s.name: s.shape for s in share}
 
 
-def test_assign_balances_bytes():
+def test_share_out_balances_bytes():
     specs = [TensorSpec(f"layer{i}", "F32", (100 + i,)) for i in range(20)]
-    loads = [sum(s.num_bytes for s in share) for share in assign(specs, 4)]
+    loads = [sum(s.num_bytes for s in share) for share in share_out([specs] * 4)]
     assert max(loads) - min(loads) <= max(s.num_bytes for s in specs)
     assert sum(loads) == sum(4 * math.prod(s.shape) for s in specs)
 
 
+def test_a_part_that_several_ranks_hold_is_stored_once_by_one_of_them():
+    """HSDP: two groups of two ranks hold the same two halves; a third part is one rank's own."""
+    halves = [TensorSpec("w", "F32", (3, 4), (6, 4), (3 * i, 0)) for i in range(2)]
+    own = TensorSpec("own", "F32", (100,))
+    shares = share_out([[halves[0], own], [halves[1]], [halves[0]], [halves[1]]])
+    assert sorted(s.global_offset for share in shares for s in share if s.name == "w") == [(0, 0), (3, 0)]
+    assert shares[0] == [own], "it has enough to do"
+    assert shares[2] == [halves[0]]
+
+
+def test_empty_chunks_are_stored_by_nobody_but_empty_tensors_are():
+    empty = TensorSpec("w", "F32", (0, 4), (2, 4), (2, 0))
+    rows = [TensorSpec("w", "F32", (1, 4), (2, 4), (i, 0)) for i in range(2)]
+    nothing = TensorSpec("nothing", "F32", (0, 4))
+    assert share_out([[rows[0], nothing], [rows[1], nothing], [empty, nothing]]) == [
+        [rows[0], nothing],
+        [rows[1]],
+        [],
+    ]
+
+
+def test_counts_of_steps_stay_together():
+    """Scattered, they would make every rank of a sharded job read every shard at a restore."""
+    steps = [TensorSpec(f"step{i}", "F32", ()) for i in range(20)]
+    shares = share_out([[*steps, TensorSpec("w", "F32", (4, 4), (12, 4), (4 * r, 0))] for r in range(3)])
+    assert [len(share) for share in shares] == [21, 1, 1]
+
+
 def test_plan_digest_depends_on_the_plan_only():
-    shares = assign(SPECS, 2)
+    shares = share_out([SPECS] * 2)
     digest = plan_digest(shares, 2)
     assert len(digest) == 16
     assert digest == plan_digest([list(reversed(share)) for share in shares], 2)

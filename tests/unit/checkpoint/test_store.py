@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -359,10 +360,11 @@ LocalStore(Path(sys.argv[1])).delete("step")
 """
 
 
-def test_a_kill_during_a_delete_leaves_no_half_folder(store):
+@pytest.mark.parametrize("point", ["hidden", "durable"])
+def test_a_kill_during_a_delete_leaves_no_half_folder(store, point):
     for name in ("a", "b", "manifest.json"):
         store.write(f"step/{name}", [b"x"])
-    run_killed(DELETER, "store.delete.hidden", str(store.root))
+    run_killed(DELETER, f"store.delete.{point}", str(store.root))
     assert store.list("") == []
     assert len(temps(store)) == 1
     assert len(store.remove_debris()) == 1
@@ -372,10 +374,11 @@ def test_a_kill_during_a_delete_leaves_no_half_folder(store):
 MOVER = DELETER.replace('delete("step")', 'move("step", "quarantine/step")')
 
 
-def test_a_kill_during_a_move_leaves_the_folder_whole(store):
+@pytest.mark.parametrize("point", ["renamed", "durable"])
+def test_a_kill_during_a_move_leaves_the_folder_whole(store, point):
     for name in ("a", "b"):
         store.write(f"step/{name}", [b"x"])
-    run_killed(MOVER, "store.move.renamed", str(store.root))
+    run_killed(MOVER, f"store.move.{point}", str(store.root))
     assert store.list("quarantine/step") == ["a", "b"]
     assert store.list("") == ["quarantine"]
 
@@ -441,6 +444,24 @@ def test_a_writer_whose_new_file_was_taken_for_debris_opens_another(store, monke
     assert len(removed) == 2
     assert content(store, "file") == b"x"
     assert temps(store) == []
+
+
+def test_a_kill_before_a_new_folder_is_durable_is_made_up_for_by_the_next_write(store):
+    run_killed(WRITER, "store.folder.made", str(store.root), "new")
+    assert store.list("") == []
+    store.write("folder/file", [NEW])
+    assert content(store, "folder/file") == NEW
+
+
+@pytest.mark.parametrize("point", ["store.write.some", "store.write.synced"])
+def test_a_large_file_is_hashed_beside_the_writing_and_an_error_ends_both(store, monkeypatch, point):
+    data = os.urandom(3 * PIECE_BYTES + 5)
+    fail_at(monkeypatch, point, "eio")
+    with pytest.raises(OSError, match=point):
+        store.write("shard", [staged(data)])
+    assert temps(store) == []
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("checksum")] == []
+    assert store.write("shard", [staged(data)]).xxh3_128 == xxhash.xxh3_128_hexdigest(data)
 
 
 def test_debris_next_to_a_linked_record_is_removed_without_the_record(store):

@@ -111,19 +111,26 @@ def test_restart_goes_to_another_step_with_the_same_workers(num_workers: int) ->
     loader = make(total_steps=9, num_workers=num_workers)
     try:
         assert ids(loader, 4) == whole[:4]
-        before = children()
+        before = workers(loader)
+        assert len(before) == num_workers
         loader.restart(1)
         assert ids(loader) == whole[1:]
-        assert children() == before
+        assert workers(loader) == before
         loader.restart(7)
         assert ids(loader) == whole[7:]
     finally:
         loader.close()
 
 
-def children() -> set[int]:
-    """All child processes, ended ones that nobody waited for included."""
-    return {child.pid for child in psutil.Process().children()}
+def workers(loader: Loader) -> set[int]:
+    """Its worker processes. Other children of this process are drains and servers of other tests: they come and go."""
+    batches = loader._loader._iterator
+    return {worker.pid for worker in getattr(batches, "_workers", ()) if worker.is_alive()}
+
+
+def is_there(pid: int) -> bool:
+    """Whether the process is there, ended and not waited for included."""
+    return psutil.pid_exists(pid)
 
 
 class StuckAfter(Ids):
@@ -136,15 +143,29 @@ class StuckAfter(Ids):
         return super().__getitem__(index)
 
 
+def test_p1_a_signal_to_every_process_ends_no_worker() -> None:
+    """The rank goes on to the end of its step, and needs its batches for that."""
+    loader = make(num_samples=96, micro_batch_size=1, num_workers=2)
+    assert len(ids(loader, 3)) == 3
+    pids = workers(loader)
+    assert len(pids) == 2
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    assert len(ids(loader, 80)) == 80  # much more than was fetched ahead
+    assert workers(loader) == pids
+    loader.close()
+    assert not any(map(is_there, pids))
+
+
 def test_close_ends_workers_in_the_middle_of_a_sample_at_once() -> None:
-    before = children()
     loader = make(dataset=StuckAfter(24), micro_batch_size=1, num_workers=2)
     assert len(ids(loader, 4)) == 4
-    assert len(children() - before) == 2
+    pids = workers(loader)
+    assert len(pids) == 2
     start = time.monotonic()
     loader.close()
     assert time.monotonic() - start < 1
-    assert children() == before
+    assert not any(map(is_there, pids))
     loader.close()
     with pytest.raises(RuntimeError, match="closed"):
         next(loader)

@@ -10,6 +10,8 @@ import pytest
 
 from helpers.gateway import attempt_started, golden, golden_messages, parse_metrics, step
 from surefoot.events import (
+    CheckpointCommitted,
+    CheckpointPruned,
     CheckpointVerified,
     CommandApplied,
     CommandRefused,
@@ -20,6 +22,9 @@ from surefoot.events import (
     JobStateChanged,
     Message,
     RankFailed,
+    SaveIntervalChosen,
+    StorageFailed,
+    StorageRecovered,
 )
 from surefoot_gateway.board import Board
 from surefoot_gateway.handlers import HANDLERS
@@ -148,6 +153,30 @@ def test_values_that_nobody_knows_count_as_other(board: Board) -> None:
     assert value(board, "surefoot_incidents_total", kind="other") == 1
     assert value(board, "surefoot_commands_total", action="other", outcome="applied") == 1
     assert value(board, "surefoot_commands_total", action="other", outcome="refused") == 1
+
+
+def test_storage_fails_until_it_says_that_it_works_or_a_checkpoint_is_committed(board: Board) -> None:
+    """The drain that failed may have been killed: its successor's first success ends the trouble too."""
+    failed = [golden(StorageFailed, job="demo", num_failures=n) for n in (1, 2, 3)]
+    feed(board, *failed)
+    assert value(board, "surefoot_storage_failing") == 1
+    assert value(board, "surefoot_storage_failures_total") == 3
+    feed(board, golden(StorageRecovered, job="demo", seconds=12.0))
+    assert value(board, "surefoot_storage_failing") == 0
+    assert value(board, "surefoot_storage_outage_seconds_sum") == 12.0
+    feed(board, failed[0], golden(CheckpointCommitted, job="demo"))
+    assert value(board, "surefoot_storage_failing") == 0
+    assert value(board, "surefoot_storage_failures_total") == 4
+
+
+def test_what_retention_removes_and_what_auto_chose(board: Board) -> None:
+    feed(board, *(golden(CheckpointPruned, job="demo", num_bytes=n) for n in (100, 20)))
+    assert value(board, "surefoot_checkpoints_total", outcome="pruned") == 2
+    assert value(board, "surefoot_checkpoint_pruned_bytes_total") == 120
+    assert ("surefoot_save_interval_seconds", JOB) not in scrape(board)  # 0 s would be a lie
+    feed(board, golden(SaveIntervalChosen, job="demo", interval_seconds=63.0, save_cost_seconds=0.15))
+    assert value(board, "surefoot_save_interval_seconds") == 63.0
+    assert value(board, "surefoot_save_cost_seconds") == 0.15
 
 
 def test_exactly_one_state_is_1(board: Board) -> None:

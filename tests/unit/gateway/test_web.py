@@ -8,7 +8,16 @@ from starlette.testclient import TestClient
 
 from helpers.gateway import attempt_started, golden, golden_messages, step
 from surefoot.checkpoint.attempts import SkipWindow
-from surefoot.events import CheckpointCommitted, CheckpointPromoted, IncidentChanged, Message
+from surefoot.events import (
+    CheckpointCommitted,
+    CheckpointPromoted,
+    CheckpointPruned,
+    IncidentChanged,
+    Message,
+    SaveIntervalChosen,
+    StorageFailed,
+    StorageRecovered,
+)
 from surefoot_gateway import web as web_module
 from surefoot_gateway.board import Board
 from surefoot_gateway.handlers import HANDLERS
@@ -75,6 +84,49 @@ def test_a_repeated_commit_does_not_undo_a_promotion(board: Board) -> None:
     committed = golden(CheckpointCommitted, job="demo", attempt=1, step=10)
     feed(board, committed, golden(CheckpointPromoted, job="demo", attempt=1, step=10), committed)
     assert [line["state"] for line in job_json(board)["checkpoints"]] == ["stable"]
+
+
+def texts(board: Board) -> list[str]:
+    return [line["text"] for line in job_json(board)["notes"]]
+
+
+def test_trouble_with_storage_is_on_the_page_until_it_is_over(board: Board) -> None:
+    """One line when it begins and for each new reason, however often it is tried; then how long it took."""
+
+    def failed(number: int, reason: str) -> Message:
+        return golden(StorageFailed, job="demo", operation="write x", reason=reason, num_failures=number)
+
+    feed(board, *(failed(n, "ENOSPC: no space") for n in (1, 2, 3)), failed(4, "EIO: input/output error"))
+    assert job_json(board)["storage_problem"] == {
+        "since": failed(1, "").ts.timestamp(),
+        "operation": "write x",
+        "reason": "EIO: input/output error",
+        "num_failures": 4,
+    }
+    feed(board, golden(StorageRecovered, job="demo", seconds=7.5, num_failures=4))
+    assert job_json(board)["storage_problem"] is None
+    assert texts(board) == [
+        "storage takes writes again, after 7.5 s; it failed 4 times",
+        "storage fails to write x: EIO: input/output error; training goes on, what is to be saved waits",
+        "storage fails to write x: ENOSPC: no space; training goes on, what is to be saved waits",
+    ]
+    feed(board, failed(1, "EIO"), golden(CheckpointCommitted, job="demo"))
+    assert job_json(board)["storage_problem"] is None
+
+
+def test_a_pruned_checkpoint_is_shown_no_more(board: Board) -> None:
+    feed(board, *(golden(CheckpointCommitted, job="demo", attempt=1, step=n) for n in (10, 20)))
+    feed(board, golden(CheckpointPruned, job="demo", attempt=1, step=10))
+    feed(board, golden(CheckpointPruned, job="demo", attempt=7, step=99))  # of before the gateway's memory
+    assert [line["step"] for line in job_json(board)["checkpoints"]] == [20]
+
+
+def test_what_auto_chose_is_shown_with_its_reason(board: Board) -> None:
+    feed(board, step(1))
+    assert job_json(board)["saving"] is None
+    feed(board, golden(SaveIntervalChosen, job="demo", interval_seconds=63.2, save_cost_seconds=0.15, reason="why"))
+    assert job_json(board)["saving"] == {"interval_seconds": 63.2, "cost_seconds": 0.15, "reason": "why"}
+    assert texts(board) == ["saves every 63 s from now on: why"]
 
 
 def test_what_is_known_of_an_incident_stays_known(board: Board) -> None:

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from surefoot.errors import EXIT_USAGE
+from surefoot.progress import Phase, Progress
 from surefoot_worker.launcher.failure import ErrorReport, Failure, RankExit, first_of
-from surefoot_worker.launcher.policy import History, Verdict, decide, spend
+from surefoot_worker.launcher.policy import History, Verdict, decide, progress_ignored, spend
 
 NOTHING = History()
 
@@ -137,3 +138,31 @@ def test_starts_that_fail_use_up_the_same_budget() -> None:
         history = verdict.history
     assert history.seen
     assert not spend(history, max_restarts=3, window_seconds=60.0, now=1003.0).restart
+
+
+def ended(start_step: int, step: int, phase: Phase) -> Progress:
+    return Progress(100, 2, step, start_step, phase, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reason"),
+    [
+        ([None, None], "none called surefoot.sdk.attach although the job had progress"),
+        ([ended(10, 10, Phase.START), ended(10, 10, Phase.DONE)], "rank 0 loaded step 10 and ended without"),
+        ([ended(10, 10, Phase.DONE), ended(10, 10, Phase.START)], "rank 1 loaded step 10"),
+        ([ended(10, 10, Phase.DONE)] * 2, None),  # there was nothing left to train
+        ([ended(10, 10, Phase.CLOSE)], None),
+        ([ended(10, 12, Phase.STEP)], None),  # left its loop early; the newest snapshot is made durable
+        ([ended(10, 10, Phase.STEP)], None),  # so did one with its work done: it took a batch, and no step
+        ([ended(0, 0, Phase.START)], None),
+    ],
+)
+def test_r8_ranks_that_end_well_without_going_on_from_the_progress(
+    ranks: list[Progress | None], reason: str | None
+) -> None:
+    found = progress_ignored(dict(enumerate(ranks)), had_progress=True)
+    assert (found is None) == (reason is None)
+    if found is not None and reason is not None:
+        assert reason in found
+        assert "--from-seed" in found
+    assert progress_ignored(dict(enumerate(ranks)), had_progress=False) is None

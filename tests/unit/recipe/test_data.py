@@ -281,3 +281,60 @@ def test_the_standard_library_is_the_default_and_warm_starts_are_quick(tmp_path:
         assert prepare(spec, no_report) == prepared
         seconds.append(time.perf_counter() - begin)
     assert min(seconds) < 0.05
+
+
+def folder_with_tokenizer(tmp_path: Path, corpus: Path, end: str, **files: object) -> Path:
+    """A Hugging Face folder whose tokenizer ends texts with `end`."""
+    made = Tokenizer.from_file(str(prepare(spec_of(tmp_path, corpus), no_report).tokenizer_path))
+    content = made.to_str().replace("<|endoftext|>", end)
+    folder = tmp_path / f"folder{len(list(tmp_path.iterdir()))}"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(content)
+    for name, value in ({"config": {}} | files).items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return folder
+
+
+def test_a_given_tokenizer_is_used_with_the_token_that_ends_a_text(tmp_path: Path, corpus: Path) -> None:
+    spec = spec_of(tmp_path, corpus)
+    ways = [
+        {"tokenizer_config": {"eos_token": "</s>"}},
+        {"tokenizer_config": {"eos_token": {"content": "</s>", "special": True}}},
+        {"config": {"eos_token_id": 0}},
+        {"config": {"eos_token_id": [0, 5]}},
+    ]
+    for files in ways:
+        folder = folder_with_tokenizer(tmp_path, corpus, "</s>", **files)
+        stages = []
+        prepared = prepare(spec, lambda *stage, to=stages: to.append(stage), folder)
+        assert str(folder) in stages[0][1]
+        assert prepared.tokenizer_path.read_text() == (folder / "tokenizer.json").read_text()
+        assert (prepared.tokenizer_path.parent / "tokenizer_config.json").exists() == ("tokenizer_config" in files)
+        tokens = TokenFile(prepared.train_path, 1)
+        assert sum(tokens[i]["input_ids"].item() == 0 for i in range(len(tokens))) > 30
+    assert prepare(spec, no_report, folder) == prepared
+    assert prepare(spec, no_report) != prepared
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
+    assert prepare(spec, no_report, folder).train_path != prepared.train_path
+
+
+def test_a_folder_without_tokenizer_leaves_it_to_the_recipe_and_a_missing_one_does_not(
+    tmp_path: Path, corpus: Path
+) -> None:
+    (tmp_path / "bare").mkdir()
+    own = prepare(spec_of(tmp_path, corpus), no_report)
+    assert prepare(spec_of(tmp_path, corpus), no_report, tmp_path / "bare") == own
+    with pytest.raises(UsageError, match=r"init_from: .*is not a folder"):
+        prepare(spec_of(tmp_path, corpus), no_report, tmp_path / "gone")
+
+
+def test_a_given_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path, corpus: Path) -> None:
+    folder = folder_with_tokenizer(tmp_path, corpus, "</s>")
+    with pytest.raises(UsageError, match=r"init_from: .*tokenizer_config\.json needs an eos_token"):
+        prepare(spec_of(tmp_path, corpus), no_report, folder)
+    small = spec_of(tmp_path, corpus, model={"vocab_size": 300})
+    with pytest.raises(UsageError, match=r"recipe\.model\.vocab_size: is 300"):
+        prepare(small, no_report, folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(UsageError, match="not a tokenizer"):
+        prepare(spec_of(tmp_path, corpus), no_report, folder)

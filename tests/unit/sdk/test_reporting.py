@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from surefoot.events import CheckpointStaged, StepCompleted
+from surefoot.sdk import reporting
 from surefoot.sdk.reporting import Reporter
 
 
@@ -98,3 +101,23 @@ def test_close_ends_although_the_sink_is_dead():
     reporter.report(staged(1))
     reporter.close(timeout_seconds=2.0)
     assert reporter.num_dropped == 1
+
+
+def test_a_watch_that_fails_costs_no_event(monkeypatch):
+    """While storage is away the look for a newer attempt fails: nothing is told twice or counted as dropped for it."""
+    clock, looks = itertools.count(0.0, 10.0), []
+    monkeypatch.setattr(reporting, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+
+    def look():
+        looks.append(1)
+        raise OSError("storage is away")
+
+    sink = FailingSink(failures=0)
+    reporter = Reporter(sink, every_second=look)
+    for event in [staged(1), step(2)]:
+        reporter.report(event)
+        assert reporter.flush(5)
+    reporter.close()
+    assert looks != []
+    assert [event.step for event in sink.events] == [1, 2]
+    assert reporter.num_dropped == 0

@@ -9,7 +9,8 @@ from surefoot.checkpoint.ids import CheckpointId
 from surefoot.errors import CheckpointError, RanksOutOfStep
 from surefoot.sdk.attempts import claim_with_patience
 from surefoot.sdk.collectives import StepRecord, check_in_step
-from surefoot.sdk.restore import Candidate, decode_scalars, rank_candidates
+from surefoot.sdk.opening import complete_scalars
+from surefoot.sdk.restore import Candidate, rank_candidates
 
 
 def record(attempt, from_attempt, from_step):
@@ -59,7 +60,7 @@ def test_ranks_out_of_step_names_the_odd_one():
 @pytest.mark.parametrize("data", [b"\xff{}", b"not json", b"[]", b'{"step": 1}'])
 def test_damaged_staged_scalars_are_a_reason_to_try_the_next_candidate(data):
     with pytest.raises(CheckpointError, match="the staged scalars"):
-        decode_scalars(data)
+        complete_scalars(data)
 
 
 def test_a_record_that_storage_refuses_is_tried_again():

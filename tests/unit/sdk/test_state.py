@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
+from helpers.shards import open_shards, plain_shards
+from surefoot.checkpoint.layout import ShardLayout
 from surefoot.errors import UsageError
-from surefoot.sdk.snapshot import plan_shard
+from surefoot.sdk.loading import loads_its_own_way
 from surefoot.sdk.state import TrainingState, flatten, unflatten
+from surefoot.sdk.trained import Trained
+from surefoot.sdk.update import Updater
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 plain = st.recursive(
@@ -93,16 +97,17 @@ def test_restored_training_goes_on_bit_equal(kind, optimizer_class, options):
     torch.manual_seed(3)
     first = build(kind, optimizer_class, **options)
     train(*first, 5)
-    tensors, data = TrainingState(first[0], first[1], {"lr_scheduler": first[2]}).capture()
-    stored = {name: tensor.clone() for name, tensor in tensors.items()}
+    state = TrainingState(first[0], first[1], {"lr_scheduler": first[2]})
+    tensors, data = state.capture()
+    shards = plain_shards(state, tensors, world_size=2)
     text = json.dumps(data, allow_nan=False)
     train(*first, 5)
 
     torch.manual_seed(4)
     second = build(kind, optimizer_class, **options)
-    TrainingState(second[0], second[1], {"lr_scheduler": second[2]}).restore(stored, json.loads(text))
-    for tensor in stored.values():
-        tensor.zero_()  # nothing may alias what was stored
+    TrainingState(second[0], second[1], {"lr_scheduler": second[2]}).restore(open_shards(shards), json.loads(text))
+    for shard in shards:
+        shard[:] = bytes(len(shard))  # nothing may alias what was stored
     train(*second, 5)
     for name, value in first[0].state_dict().items():
         assert torch.equal(value, second[0].state_dict()[name]), name
@@ -115,7 +120,7 @@ def test_tied_weights_are_stored_once():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = TrainingState(model, optimizer, {})
     tensors, _ = state.capture()
-    layouts = [plan_shard(tensors, state.aliases, state.is_replicated, rank, 2) for rank in range(2)]
+    layouts = [ShardLayout.parse(shard) for shard in plain_shards(state, tensors, 2)]
     assert [entry.name for layout in layouts for entry in layout.entries] == ["model.0.weight"]
     assert all(layout.aliases == {"model.1.weight": "model.0.weight"} for layout in layouts)
 
@@ -125,7 +130,7 @@ def test_buffers_are_always_rank_0s():
     model = nn.BatchNorm1d(64)
     state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), {})
     tensors, _ = state.capture()
-    stored = [plan_shard(tensors, state.aliases, state.is_replicated, rank, 3).by_name.keys() for rank in range(3)]
+    stored = [ShardLayout.parse(shard).by_name.keys() for shard in plain_shards(state, tensors, 3)]
     assert {"model.running_mean", "model.running_var", "model.num_batches_tracked"} <= stored[0]
     assert stored[1] | stored[2] <= {"model.weight", "model.bias"}
 
@@ -140,11 +145,11 @@ def test_buffers_are_always_rank_0s():
 )
 def test_another_model_is_refused_by_name(other, message):
     model = nn.Linear(4, 2)
-    tensors, data = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), {}).capture()
+    saved = captured(model, torch.optim.SGD(model.parameters(), lr=0.1))
     wrong = other()
     before = {name: value.clone() for name, value in wrong.state_dict().items()}
     with pytest.raises(UsageError, match=message):
-        TrainingState(wrong, torch.optim.SGD(wrong.parameters(), lr=0.1), {}).restore(tensors, data)
+        TrainingState(wrong, torch.optim.SGD(wrong.parameters(), lr=0.1), {}).restore(*saved)
     assert all(torch.equal(before[name], value) for name, value in wrong.state_dict().items())
 
 
@@ -154,8 +159,9 @@ def test_foreign_parameter_is_refused():
 
 
 def captured(model, optimizer, others=None):
-    tensors, data = TrainingState(model, optimizer, others or {}).capture()
-    return {name: tensor.clone() for name, tensor in tensors.items()}, json.loads(json.dumps(data, allow_nan=False))
+    state = TrainingState(model, optimizer, others or {})
+    tensors, data = state.capture()
+    return open_shards(plain_shards(state, tensors)), json.loads(json.dumps(data, allow_nan=False))
 
 
 def test_another_optimizer_is_refused():
@@ -247,3 +253,80 @@ def test_a_parameter_group_added_later_is_captured():
     tensors, data = state.capture()
     assert "optimizer.exp_avg.bias" in tensors
     assert len(data["param_group_digests"]) == 2
+
+
+class Peculiar(nn.Module):
+    """Keeps its weight in another form than it stores, has state that is no tensor, and counts how often it loads."""
+
+    def __init__(self):
+        super().__init__()
+        self.halves = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])
+        self.num_loads = 0
+        self.register_load_state_dict_post_hook(self.count)
+
+    @staticmethod
+    def count(module, _):
+        module.num_loads += 1
+
+    def get_extra_state(self):
+        return {"loads": self.num_loads}
+
+    def set_extra_state(self, state):
+        self.num_loads = state["loads"]
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "joined"] = torch.cat(list(self.halves)).detach()
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        with torch.no_grad():
+            for half, value in zip(self.halves, state.pop(prefix + "joined").chunk(2), strict=True):
+                half.copy_(value + 1)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_a_module_with_a_way_of_its_own_is_asked_to_load():
+    first, second = Peculiar(), Peculiar()
+    first.num_loads = 6
+    with torch.no_grad():
+        first.halves[1].fill_(5.0)
+    saved = captured(first, torch.optim.SGD(first.parameters(), lr=0.1))
+    TrainingState(second, torch.optim.SGD(second.parameters(), lr=0.1), {}).restore(*saved)
+    assert second.num_loads == 7
+    assert second.halves[1].tolist() == [5.0, 5.0], "children load after their parent"
+
+
+def test_a_plain_model_is_not_copied_onto_itself():
+    """It would cost as much as the load."""
+    model, _, _ = build()
+    assert not loads_its_own_way(model)
+    assert not loads_its_own_way(nn.MultiheadAttention(4, 2))
+    assert loads_its_own_way(Peculiar())
+
+
+def test_an_average_stays_where_the_object_has_it():
+    """The user's object gets its tensors of the kind that it gave: here not contiguous, elsewhere on a device."""
+    model = nn.Linear(4, 2)
+    shadow = Ema(model)
+    shadow.shadow = {"weight": torch.randn(4, 2, dtype=torch.float64).T}
+    saved = captured(model, torch.optim.SGD(model.parameters(), lr=0.1), {"ema": shadow})
+    other = Ema(model)
+    other.shadow = {"weight": torch.zeros(4, 2, dtype=torch.float64).T}
+    TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), {"ema": other}).restore(*saved)
+    assert torch.equal(other.shadow["weight"], shadow.shadow["weight"])
+    assert other.shadow["weight"].stride() == shadow.shadow["weight"].stride()
+    assert other.shadow["weight"].data_ptr() != shadow.shadow["weight"].data_ptr()
+
+
+@pytest.mark.parametrize("maximum", [None, 0.5])
+def test_clipping_is_torchs(maximum):
+    model, optimizer, _ = build()
+    model(torch.ones(5, 4)).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf if maximum is None else maximum)
+    clipped = [p.grad.clone() for p in model.parameters()]
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    trained = Trained(model, optimizer, None, None, maximum, None, None)
+    assert torch.equal(Updater(trained).clip(), expected)
+    assert all(torch.equal(p.grad, c) for p, c in zip(model.parameters(), clipped, strict=True))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from surefoot.catalogue.models import Action, Job, Operation, Run
+from surefoot.catalogue.models import Action, ActionState, Job, Operation, Run
 from surefoot.events import JobState
 from surefoot_api.schemas import OperationState, OperationView
 
 SUBMIT, STOP = "submit", "stop"
-_ACTION_STATES = {
-    "PENDING": OperationState.RUNNING,
-    "SENT": OperationState.RUNNING,
-    "APPLIED": OperationState.SUCCEEDED,
-    "REFUSED": OperationState.FAILED,
-    "EXPIRED": OperationState.FAILED,
+_ACTION_STATES: dict[str, OperationState] = {
+    ActionState.PENDING: OperationState.RUNNING,
+    ActionState.SENT: OperationState.RUNNING,
+    ActionState.APPLIED: OperationState.SUCCEEDED,
+    ActionState.REFUSED: OperationState.FAILED,
+    ActionState.EXPIRED: OperationState.FAILED,
 }
 
 

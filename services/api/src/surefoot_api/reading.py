@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from surefoot.catalogue.models import Action, Attempt, Checkpoint, Incident, Job, Operation, Run
+from surefoot.catalogue.models import Action, Attempt, Checkpoint, CheckpointState, Incident, Job, Operation, Run
 from surefoot.catalogue.queries import attempt_records
 from surefoot.checkpoint.ids import CheckpointId
 from surefoot.checkpoint.lineage import candidates
@@ -108,7 +108,8 @@ def checkpoint_of_step(session: Session, name: str, step: int) -> CheckpointId:
         ProblemError: there is none.
     """
     require_job(session, name)
-    query = select(Checkpoint).where(Checkpoint.job == name, Checkpoint.step == step, Checkpoint.state == "COMMITTED")
+    is_usable = Checkpoint.state == CheckpointState.COMMITTED
+    query = select(Checkpoint).where(Checkpoint.job == name, Checkpoint.step == step, is_usable)
     current = _on_lineage(session, name, list(session.scalars(query)))
     if not current:
         raise ProblemError(

@@ -128,9 +128,13 @@ class CheckpointView(_Row):
     attempt: int
     step: int
     state: str
-    """COMMITTED or QUARANTINED."""
+    """COMMITTED, QUARANTINED (found damaged) or DELETING (retention keeps it no longer)."""
     stable: bool
     """Probation is over and its tensors are finite: what roll-backs go to."""
+    pinned: bool
+    """Somebody wants to keep it."""
+    loss: float | None
+    """Mean training loss of the last steps before it; null: not known."""
     on_lineage: bool | None = None
     """Whether it led to the present; false: abandoned; null: not known yet."""
     num_bytes: int
@@ -140,6 +144,8 @@ class CheckpointView(_Row):
     promoted_at: datetime | None
     verified_at: datetime | None
     verify_problem: str | None
+    nonfinite_tensor: str | None
+    """A tensor with NaN or Inf in it, for which it is never promoted."""
 
 
 class ActionView(_Row):

@@ -10,6 +10,7 @@ from surefoot.events import (
     AttemptStarted,
     CheckpointCommitted,
     CheckpointPromoted,
+    CheckpointPruned,
     CheckpointQuarantined,
     CheckpointStaged,
     CheckpointVerified,
@@ -26,10 +27,13 @@ from surefoot.events import (
     RestoreFellBack,
     RollBack,
     SaveCheckpoint,
+    SaveIntervalChosen,
     SetLearningRate,
     SnapshotSkipped,
     StepCompleted,
     StepsCleared,
+    StorageFailed,
+    StorageRecovered,
 )
 from surefoot_gateway.board import Job
 from surefoot_gateway.table import OTHER
@@ -95,6 +99,8 @@ def checkpoint_committed(job: Job, event: CheckpointCommitted) -> None:
         metrics.observe("surefoot_checkpoint_durable_seconds", event.staged_age_seconds)
     metrics.set("surefoot_checkpoint_committed_step", event.step)
     metrics.set("surefoot_checkpoint_last_committed_timestamp_seconds", event.ts.timestamp())
+    # A drain that was killed while storage failed says nothing of its recovery; its successor's success does.
+    metrics.set("surefoot_storage_failing", 0)
 
 
 def checkpoint_verified(job: Job, event: CheckpointVerified) -> None:
@@ -112,6 +118,31 @@ def checkpoint_quarantined(job: Job, event: CheckpointQuarantined) -> None:
     """Count it."""
     del event
     job.metrics.add("surefoot_checkpoints_total", outcome="quarantined")
+
+
+def checkpoint_pruned(job: Job, event: CheckpointPruned) -> None:
+    """Count it and its bytes."""
+    job.metrics.add("surefoot_checkpoints_total", outcome="pruned")
+    job.metrics.add("surefoot_checkpoint_pruned_bytes_total", event.num_bytes)
+
+
+def storage_failed(job: Job, event: StorageFailed) -> None:
+    """Count it."""
+    del event
+    job.metrics.add("surefoot_storage_failures_total")
+    job.metrics.set("surefoot_storage_failing", 1)
+
+
+def storage_recovered(job: Job, event: StorageRecovered) -> None:
+    """Note how long it took."""
+    job.metrics.set("surefoot_storage_failing", 0)
+    job.metrics.observe("surefoot_storage_outage_seconds", event.seconds)
+
+
+def save_interval_chosen(job: Job, event: SaveIntervalChosen) -> None:
+    """Show it, and what it follows from."""
+    job.metrics.set("surefoot_save_interval_seconds", event.interval_seconds)
+    job.metrics.set("surefoot_save_cost_seconds", event.save_cost_seconds)
 
 
 def snapshot_skipped(job: Job, event: SnapshotSkipped) -> None:

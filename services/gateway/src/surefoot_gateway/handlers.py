@@ -11,6 +11,7 @@ from surefoot.events import (
     AttemptStarted,
     CheckpointCommitted,
     CheckpointPromoted,
+    CheckpointPruned,
     CheckpointQuarantined,
     CheckpointStaged,
     CheckpointVerified,
@@ -25,9 +26,12 @@ from surefoot.events import (
     RankHung,
     RanksRestarted,
     RestoreFellBack,
+    SaveIntervalChosen,
     SnapshotSkipped,
     StepCompleted,
     StepsCleared,
+    StorageFailed,
+    StorageRecovered,
 )
 from surefoot_gateway import counting, showing
 from surefoot_gateway.board import Job
@@ -53,6 +57,10 @@ HANDLERS: Mapping[type[Message], Handler] = {
     CheckpointVerified: _both(counting.checkpoint_verified, showing.checkpoint_verified),
     CheckpointPromoted: _both(counting.checkpoint_promoted, showing.checkpoint_promoted),
     CheckpointQuarantined: _both(counting.checkpoint_quarantined, showing.checkpoint_quarantined),
+    CheckpointPruned: _both(counting.checkpoint_pruned, showing.checkpoint_pruned),
+    StorageFailed: _both(counting.storage_failed, showing.storage_failed),
+    StorageRecovered: _both(counting.storage_recovered, showing.storage_recovered),
+    SaveIntervalChosen: _both(counting.save_interval_chosen, showing.save_interval_chosen),
     SnapshotSkipped: _both(counting.snapshot_skipped, showing.snapshot_skipped),
     RestoreFellBack: _both(counting.restore_fell_back, showing.restore_fell_back),
     RankFailed: _both(counting.rank_failed, showing.rank_failed),

@@ -11,6 +11,7 @@ from surefoot.events import (
     AttemptStarted,
     CheckpointCommitted,
     CheckpointPromoted,
+    CheckpointPruned,
     CheckpointQuarantined,
     CheckpointVerified,
     CommandApplied,
@@ -25,13 +26,16 @@ from surefoot.events import (
     RankFailed,
     RankHung,
     RestoreFellBack,
+    SaveIntervalChosen,
     Severity,
     SnapshotSkipped,
     StepCompleted,
     StepsCleared,
+    StorageFailed,
+    StorageRecovered,
 )
 from surefoot_gateway.board import Job
-from surefoot_gateway.view import AttemptLine, CheckpointLine, IncidentLine
+from surefoot_gateway.view import AttemptLine, CheckpointLine, IncidentLine, SavingLine, StorageProblem
 
 T = TypeVar("T")
 
@@ -89,8 +93,9 @@ def step_completed(job: Job, event: StepCompleted) -> None:
 
 
 def checkpoint_committed(job: Job, event: CheckpointCommitted) -> None:
-    """Add the checkpoint."""
+    """Add the checkpoint; storage works."""
     _checkpoint(job, event, event.step, "committed", event.num_bytes)
+    job.view.storage_problem = None
 
 
 def checkpoint_verified(job: Job, event: CheckpointVerified) -> None:
@@ -110,6 +115,34 @@ def checkpoint_quarantined(job: Job, event: CheckpointQuarantined) -> None:
     """Mark it."""
     _checkpoint(job, event, event.step, "quarantined")
     _note(job, event, f"checkpoint of step {event.step:,} moved to quarantine: {event.reason}", "bad", event.step)
+
+
+def checkpoint_pruned(job: Job, event: CheckpointPruned) -> None:
+    """Show the checkpoint no more: there is none."""
+    job.view.checkpoints.pop((event.attempt or 0, event.step), None)
+
+
+def storage_failed(job: Job, event: StorageFailed) -> None:
+    """Say what storage refuses: at the first failure, and when it refuses for another reason."""
+    before = job.view.storage_problem
+    if before is None or before.reason != event.reason:
+        text = f"storage fails to {event.operation}: {event.reason}; training goes on, what is to be saved waits"
+        _note(job, event, text, "bad")
+    since = event.ts.timestamp() if before is None else before.since
+    job.view.storage_problem = StorageProblem(since, event.operation, event.reason, event.num_failures)
+
+
+def storage_recovered(job: Job, event: StorageRecovered) -> None:
+    """Say so."""
+    job.view.storage_problem = None
+    times = "once" if event.num_failures == 1 else f"{event.num_failures} times"
+    _note(job, event, f"storage takes writes again, after {event.seconds:.1f} s; it failed {times}", "good")
+
+
+def save_interval_chosen(job: Job, event: SaveIntervalChosen) -> None:
+    """Show it, and say why."""
+    job.view.saving = SavingLine(event.interval_seconds, event.save_cost_seconds, event.reason)
+    _note(job, event, f"saves every {event.interval_seconds:.0f} s from now on: {event.reason}", step=event.step)
 
 
 def snapshot_skipped(job: Job, event: SnapshotSkipped) -> None:

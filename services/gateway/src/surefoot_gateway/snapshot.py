@@ -34,6 +34,8 @@ def job_json(view: JobView) -> dict[str, Any]:
         "reason": view.reason,
         "world_size": view.world_size,
         "cleared_step": view.cleared_step,
+        "storage_problem": None if view.storage_problem is None else view.storage_problem._asdict(),
+        "saving": None if view.saving is None else view.saving._asdict(),
         "numbers": None if view.last is None else _numbers(view.last, list(view.recent)),
         "curve": _columns(view.curve),
         "attempts": [line._asdict() | {"kept_through": kept[line.attempt]} for line in view.attempts.values()],

@@ -68,6 +68,23 @@ class IncidentLine(NamedTuple):
         return self.state not in (IncidentState.HEALED, IncidentState.ESCALATED)
 
 
+class StorageProblem(NamedTuple):
+    """What storage refuses, from the first failure until a write succeeds."""
+
+    since: float
+    operation: str
+    reason: str
+    num_failures: int
+
+
+class SavingLine(NamedTuple):
+    """What `save_every_seconds: auto` chose."""
+
+    interval_seconds: float
+    cost_seconds: float
+    reason: str
+
+
 class Note(NamedTuple):
     """Something worth reading; `tone` is info, good, warning or bad."""
 
@@ -87,6 +104,8 @@ class JobView:
         attempt, step, total_steps, world_size: Where it is; None: not known.
         last: The newest step.
         recent: The last few steps, for rates.
+        storage_problem: Why nothing becomes durable; None: storage works.
+        saving: How often `auto` saves; None: it does not, or has not said yet.
     """
 
     def __init__(self, name: str) -> None:
@@ -106,12 +125,14 @@ class JobView:
         self.attempts: dict[int, AttemptLine] = {}
         self.checkpoints: dict[tuple[int, int], CheckpointLine] = {}
         self.incidents: dict[int, IncidentLine] = {}
+        self.storage_problem: StorageProblem | None = None
+        self.saving: SavingLine | None = None
         self.notes: deque[Note] = deque(maxlen=MAX_NOTES)
 
     def begin_anew(self) -> None:
         """Forget steps, attempts and checkpoints: another job of the same name began, in an empty folder."""
         self.curve = Curve(MAX_POINTS)
-        self.last, self.cleared_step = None, None
+        self.last, self.cleared_step, self.saving = None, None, None
         self.attempts.clear()
         self.checkpoints.clear()
 

@@ -9,7 +9,7 @@ from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
 from surefoot.bus.streams import EVENTS, stream_of
-from surefoot.catalogue.models import Action, Checkpoint, Incident, Run
+from surefoot.catalogue.models import Action, ActionState, Checkpoint, CheckpointState, Incident, Run
 from surefoot.catalogue.models import Job as JobRow
 from surefoot.catalogue.queries import attempt_records
 from surefoot.checkpoint.attempts import AttemptRecord
@@ -21,7 +21,7 @@ from surefoot.policy import PolicySpec
 from surefoot_recovery.jobs import JobView
 from surefoot_recovery.ladder import LearningRate, Situation, Use
 
-PENDING, SENT, APPLIED, REFUSED, EXPIRED = "PENDING", "SENT", "APPLIED", "REFUSED", "EXPIRED"
+PENDING, SENT, APPLIED, REFUSED, EXPIRED = ActionState
 UNANSWERED = (PENDING, SENT)
 FAILURE_KINDS = ("rank_failure", "hang")
 
@@ -121,11 +121,14 @@ def present_of(session: Session, job: str, view: JobView, else_step: int = 0) ->
 
 
 def stable_on_lineage(session: Session, present: Present) -> tuple[CheckpointId, ...]:
-    """Return the STABLE checkpoints that the present state came from, newest first."""
+    """Return the STABLE checkpoints that the present state came from, newest first.
+
+    In a write transaction: they then stay until it ends, so retention sees what it ordered before it removes one.
+    """
     rows = session.execute(
-        select(Checkpoint.attempt, Checkpoint.step).where(
-            Checkpoint.job == present.job, Checkpoint.stable, Checkpoint.state == "COMMITTED"
-        )
+        select(Checkpoint.attempt, Checkpoint.step)
+        .where(Checkpoint.job == present.job, Checkpoint.stable, Checkpoint.state == CheckpointState.COMMITTED)
+        .with_for_update(read=True)
     )
     try:
         return tuple(candidates([CheckpointId(*row) for row in rows], present.attempt, present.records))

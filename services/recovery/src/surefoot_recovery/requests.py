@@ -11,7 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from surefoot.bus.base import Delivery
-from surefoot.catalogue.models import Action, Checkpoint, Run
+from surefoot.catalogue.models import Action, Checkpoint, CheckpointState, Run
 from surefoot.checkpoint.ids import CheckpointId
 from surefoot.events import (
     JobState,
@@ -124,14 +124,14 @@ def _target(session: Session, request: RollBackRequested, present: Present) -> t
     query = select(Checkpoint).where(Checkpoint.job == request.job, Checkpoint.step == request.to_step)
     if request.to_attempt is not None:
         query = query.where(Checkpoint.attempt == request.to_attempt)
-    rows = list(session.scalars(query.order_by(Checkpoint.attempt.desc())))
+    rows = list(session.scalars(query.order_by(Checkpoint.attempt.desc()).with_for_update(read=True)))
     of = "" if request.to_attempt is None else f" of attempt {request.to_attempt}"
     if not rows:
         raise Refusal(f"no checkpoint of step {request.to_step}{of} is known")
     lineage = [row for row in rows if present.is_on_lineage(row.attempt, row.step)]
     if not lineage:
         raise Refusal(f"attempt {present.attempt} did not come from step {request.to_step}{of}")
-    if lineage[0].state != "COMMITTED":
+    if lineage[0].state != CheckpointState.COMMITTED:
         raise Refusal(f"the checkpoint of step {request.to_step}{of} is {lineage[0].state}")
     return CheckpointId(lineage[0].attempt, lineage[0].step), "as asked"
 

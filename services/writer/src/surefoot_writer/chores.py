@@ -12,14 +12,17 @@ from collections.abc import Callable
 
 import structlog
 
+from surefoot.catalogue.models import CheckpointState
 from surefoot.checkpoint.ids import CheckpointId
 from surefoot.errors import AttemptError, Unavailable
 from surefoot.spec import JobSpec
 from surefoot_writer.cleared import ClearedSteps
 from surefoot_writer.drains import Drains
-from surefoot_writer.index import CheckpointIndex, CheckpointState, without_row
+from surefoot_writer.index import CheckpointIndex, without_row
 from surefoot_writer.jobs import KnownJobs, store_of
+from surefoot_writer.orders import Orders
 from surefoot_writer.promotion import Promoter
+from surefoot_writer.retaining import Retainer
 from surefoot_writer.survey import facts, survey
 
 ROUND_SECONDS = 1.0
@@ -27,41 +30,6 @@ STUCK_SECONDS = 60.0
 """Storage that has not answered for so long is reported as an outage."""
 
 log = structlog.get_logger(__name__)
-
-
-class Verifications:
-    """Orders verifications, again when one was lost. Any thread.
-
-    Args:
-        send: Puts one into the queue; raises BusUnavailable.
-        resend_seconds: One that has not ended for so long is ordered again.
-        monotonic: CLOCK_MONOTONIC in seconds.
-    """
-
-    def __init__(
-        self,
-        send: Callable[[str, CheckpointId], None],
-        resend_seconds: float,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._send = send
-        self._resend_seconds = resend_seconds
-        self._monotonic = monotonic
-        self._sent: dict[tuple[str, CheckpointId], float] = {}
-        self._lock = threading.Lock()
-
-    def order(self, job: str, checkpoint: CheckpointId) -> None:
-        """Order one, unless that was done a while ago."""
-        with self._lock:
-            now = self._monotonic()
-            if now - self._sent.get((job, checkpoint), -self._resend_seconds) >= self._resend_seconds:
-                self._send(job, checkpoint)
-                self._sent[job, checkpoint] = now
-
-    def forget(self, job: str, checkpoint: CheckpointId) -> None:
-        """Take it as over: it has ended, or there is a new one to verify."""
-        with self._lock:
-            self._sent.pop((job, checkpoint), None)
 
 
 class Chores:
@@ -72,6 +40,7 @@ class Chores:
         index: The rows.
         cleared: What the detector said.
         promoter: Promotes.
+        retainer: Decides what goes.
         drains: Of this machine.
         verifications: Where to order them.
         rescan_seconds: How often storage is compared with the rows.
@@ -85,16 +54,19 @@ class Chores:
         index: CheckpointIndex,
         cleared: ClearedSteps,
         promoter: Promoter,
+        retainer: Retainer,
         drains: Drains,
-        verifications: Verifications,
+        verifications: Orders,
         rescan_seconds: float,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._jobs, self._index, self._cleared = jobs, index, cleared
-        self._promoter, self._drains, self._verifications = promoter, drains, verifications
+        self._promoter, self._retainer = promoter, retainer
+        self._drains, self._verifications = drains, verifications
         self._rescan_seconds = rescan_seconds
         self._monotonic = monotonic
         self._next_rescan = 0.0
+        self._to_retain: set[str] = set()
         self._reported: dict[tuple[str, CheckpointId], float] = {}
         self._problems: dict[str, str] = {}
         self._beaten = monotonic()
@@ -124,6 +96,11 @@ class Chores:
         self._next_rescan = 0.0
         self._wake.set()
 
+    def retain_soon(self, job: str) -> None:
+        """Have the next round now, and decide in it which checkpoints of the job go. Any thread."""
+        self._to_retain.add(job)
+        self._wake.set()
+
     def beat(self) -> None:
         """Say that a long piece of work goes on."""
         self._beaten = self._monotonic()
@@ -138,7 +115,7 @@ class Chores:
             raise Unavailable(f"storage has not answered for {STUCK_SECONDS:.0f} s")
 
     def round(self) -> None:
-        """Start missing drains, promote what is due and, now and then, compare storage with the rows."""
+        """Start missing drains, promote what is due, decide what goes and, now and then, compare storage with rows."""
         # First, and also while the database is away: what is in memory shall become durable.
         self._drains.ensure(self._jobs.specs().values())
         specs = self._jobs.refresh()
@@ -148,19 +125,22 @@ class Chores:
         for job, spec in specs.items():
             self.beat()
             try:
-                if rescans:
-                    self._rescan(spec)
-                self._promote(spec)
+                has_trash = self._rescan(spec) if rescans else False
+                has_promoted = self._promote(spec)
+                if rescans or has_promoted or job in self._to_retain:
+                    self._to_retain.discard(job)  # before it: who asks for it meanwhile gets another
+                    self._retainer.retain(spec, store_of(spec), has_trash=has_trash)
             except (OSError, AttemptError) as error:  # one job's storage; the others may be well
                 self._tell(job, str(error))
             else:
                 self._tell(job, None)
 
-    def _rescan(self, spec: JobSpec) -> None:
+    def _rescan(self, spec: JobSpec) -> bool:
+        """Make the rows what storage says; return whether a removal was cut off there."""
         store = store_of(spec)
         found = survey(store)
         if found is None:
-            return
+            return False
         rows = self._index.rows(spec.job)
         self._index.reconcile(spec, found, {id_: facts(store, id_) for id_ in without_row(rows, found)})
         rows = self._index.rows(spec.job)
@@ -171,19 +151,24 @@ class Chores:
                 self._verifications.order(spec.job, id_)
             elif row.verified_at is not None and row.verify_problem is not None:
                 self.report_damage(spec, id_, row.verify_problem)
-            if found.stable_by_committed.get(id_) and not row.stable and row.verify_problem is None:
+            if id_ in found.committed and found.committed[id_].stable and not row.stable and row.verify_problem is None:
                 self._promoter.finish(spec.job, store, id_)
+        return found.has_trash
 
-    def _promote(self, spec: JobSpec) -> None:
+    def _promote(self, spec: JobSpec) -> bool:
+        """Promote what is due; return whether anything was."""
         cleared = self._cleared.newest(spec.job)
         if cleared is None:
-            return
+            return False
         waiting = [
             id_
             for id_, row in self._index.rows(spec.job).items()
-            if row.state == CheckpointState.COMMITTED and not row.stable and row.verify_problem is None
+            if row.state == CheckpointState.COMMITTED
+            and not row.stable
+            and row.verify_problem is None
+            and row.nonfinite_tensor is None
         ]
-        self._promoter.promote_due(
+        promoted = self._promoter.promote_due(
             spec.job,
             store_of(spec),
             waiting,
@@ -191,6 +176,7 @@ class Chores:
             probation_steps=spec.policy.probation_steps,
             on_piece=self.beat,
         )
+        return bool(promoted)
 
     def report_damage(self, spec: JobSpec, checkpoint: CheckpointId, problem: str) -> None:
         """Have a damaged checkpoint quarantined; at most once a rescan."""

@@ -14,7 +14,6 @@ from surefoot.checkpoint.drain_start import start_drain
 from surefoot.checkpoint.ids import CheckpointId
 from surefoot.checkpoint.locks import holder_pid
 from surefoot.checkpoint.staging_folder import StagingFolder, staging_folder_path
-from surefoot.checkpoint.staging_header import BufferState
 from surefoot.errors import UsageError
 from surefoot.spec import JobSpec
 
@@ -84,13 +83,7 @@ class Drains:
 
     def _start(self, spec: JobSpec, path: Path) -> None:
         try:
-            pid = start_drain(
-                staging=path,
-                storage=spec.storage,
-                job=spec.job,
-                events=spec.events_path,
-                log=spec.job_run_dir / "logs" / "drain.log",
-            )
+            pid = start_drain(spec, path, prune=False)
         except OSError as error:
             log.error("a drain cannot be started", job_id=spec.job, error=str(error))
             return
@@ -115,11 +108,7 @@ def _has_work(folder: StagingFolder) -> bool:
         return True
     buffers = folder.buffers()
     try:
-        headers = [(buffer, header) for buffer in buffers if (header := buffer.header()) is not None]
-        return any(
-            header.state is BufferState.READY and header.persist and buffer.drained_sequence() != header.sequence
-            for buffer, header in headers
-        )
+        return any(buffer.unwritten() is not None for buffer in buffers)
     finally:
         # A mapping that stays open keeps the memory of a job that is gone.
         for buffer in buffers:

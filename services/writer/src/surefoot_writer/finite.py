@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from surefoot.checkpoint.ids import CheckpointId, folder_name
 from surefoot.checkpoint.layout import ShardLayout
 from surefoot.checkpoint.manifest import FileEntry, Manifest
+from surefoot.checkpoint.safetensors_file import read_header
 from surefoot.checkpoint.store import PIECE_BYTES, Store
 from surefoot.errors import DamagedCheckpoint
 
@@ -33,7 +34,6 @@ _FLOATS = {
     "F8_E5M2": _Bits("u1", 0x7C),
     "F8_E4M3": _Bits("u1", 0x7F),  # has no Inf; NaN alone has exponent and mantissa all ones
 }
-_HEADER_GUESS_BYTES = 2**20
 
 
 def find_nonfinite(
@@ -84,23 +84,10 @@ def _scan_shard(store: Store, key: str, entry: FileEntry, on_piece: Callable[[],
 
 
 def _read_layout(file: RawIOBase, path: str) -> ShardLayout:
-    head = _read_up_to(file, _HEADER_GUESS_BYTES)
-    length = 8 + int.from_bytes(head[:8], "little")
-    if length > len(head) and length <= file.seek(0, 2):
-        file.seek(0)
-        head = _read_up_to(file, length)
     try:
-        return ShardLayout.parse(head)
+        return ShardLayout.parse(read_header(file))
     except ValueError as error:
         raise DamagedCheckpoint(path, str(error)) from None
-
-
-def _read_up_to(file: RawIOBase, num_bytes: int) -> bytes:
-    pieces: list[bytes] = []
-    while num_bytes > 0 and (piece := file.read(num_bytes)):
-        pieces.append(piece)
-        num_bytes -= len(piece)
-    return b"".join(pieces)
 
 
 def _pieces(file: RawIOBase, layout: ShardLayout) -> Iterator[tuple[str, _Bits | None, memoryview]]:

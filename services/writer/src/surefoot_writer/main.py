@@ -13,15 +13,17 @@ from surefoot.bus.streams import EVENTS
 from surefoot.catalogue.database import Database
 from surefoot.runtime import Runtime, Turn, run_service
 from surefoot.settings import load_settings
-from surefoot_writer.chores import Chores, Verifications
+from surefoot_writer.chores import Chores
 from surefoot_writer.cleared import ClearedSteps
 from surefoot_writer.drains import Drains
 from surefoot_writer.handlers import Handlers
 from surefoot_writer.index import CheckpointIndex
 from surefoot_writer.jobs import KnownJobs
+from surefoot_writer.orders import Orders
 from surefoot_writer.promotion import Promoter
+from surefoot_writer.retaining import Retainer
 from surefoot_writer.settings import WriterSettings
-from surefoot_writer.tasks import send_verify
+from surefoot_writer.tasks import send_prune, send_verify
 
 NAME = "writer"
 JOIN_SECONDS = 5.0
@@ -49,14 +51,15 @@ def build(runtime: Runtime, settings: WriterSettings) -> Turn:
     jobs, index = KnownJobs(database), CheckpointIndex(database)
     cleared = ClearedSteps(settings.cleared_dir)
     drains = Drains(settings.writer_drainless_seconds)
-    verifications = Verifications(send_verify, settings.writer_resend_seconds)
+    verifications = Orders(send_verify, settings.writer_resend_seconds)
     publisher = Publisher(bus, NAME)
-    promoter = Promoter(publisher.publish, index.note_stable, index.end_verify)
+    promoter = Promoter(publisher.publish, index.note_stable, index.end_verify, index.note_nonfinite)
     chores = Chores(
         jobs=jobs,
         index=index,
         cleared=cleared,
         promoter=promoter,
+        retainer=Retainer(index, Orders(send_prune, settings.writer_resend_seconds)),
         drains=drains,
         verifications=verifications,
         rescan_seconds=settings.writer_rescan_seconds,

@@ -7,43 +7,24 @@ finished by the next one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Literal
 from uuid import NAMESPACE_URL, uuid5
 
 import structlog
-from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
 from surefoot.checkpoint.attempts import AttemptLog, AttemptRecord
 from surefoot.checkpoint.catalog import read_manifest
 from surefoot.checkpoint.ids import CheckpointId, folder_name
 from surefoot.checkpoint.lineage import candidates
+from surefoot.checkpoint.marks import StableMark, promote, read_stable
 from surefoot.checkpoint.store import Store
-from surefoot.errors import DamagedCheckpoint
+from surefoot.errors import CheckpointError, DamagedCheckpoint
 from surefoot.events import CheckpointPromoted
 from surefoot.faultpoints import reach
 from surefoot_writer.cleared import Cleared
 from surefoot_writer.finite import find_nonfinite
 
-STABLE_FILE = "stable.json"
-
 log = structlog.get_logger(__name__)
-
-
-class StableMark(BaseModel):
-    """Content of `stable.json`: why the checkpoint was promoted."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    version: Literal[1] = 1
-    job: str
-    attempt: int
-    step: int
-    cleared_attempt: int
-    cleared_through_step: int
-    probation_steps: int
-    promoted_at: AwareDatetime
 
 
 def due(
@@ -76,18 +57,20 @@ class Promoter:
         publish: Sends the event.
         set_stable: Writes the row.
         on_damage: Told of one that turned out damaged; it must not be in `waiting` again.
+        on_nonfinite: Told of one with a NaN or Inf in it, and of the tensor; it must not be in `waiting` again.
     """
 
     def __init__(
         self,
         publish: Callable[[CheckpointPromoted], None],
         set_stable: Callable[[str, CheckpointId, datetime], None],
-        on_damage: Callable[[str, CheckpointId, str], None],
+        on_damage: Callable[[str, CheckpointId, str], object],
+        on_nonfinite: Callable[[str, CheckpointId, str], None],
     ) -> None:
         self._publish = publish
         self._set_stable = set_stable
         self._on_damage = on_damage
-        self._unfit: set[tuple[str, CheckpointId]] = set()
+        self._on_nonfinite = on_nonfinite
 
     def promote_due(
         self,
@@ -114,14 +97,13 @@ class Promoter:
             OSError: storage fails.
             Unavailable: bus or database do not answer; finished by the next call.
         """
-        candidates_left = [id_ for id_ in waiting if (job, id_) not in self._unfit]
-        if not candidates_left:
+        if not waiting:
             return []
         records = AttemptLog(store).read_all()
         if cleared.attempt not in records:
             return []
         promoted = []
-        for id_ in due(candidates_left, records, cleared, probation_steps):
+        for id_ in due(waiting, records, cleared, probation_steps):
             if self._is_fit(job, store, id_, on_piece):
                 mark = StableMark(
                     job=job,
@@ -132,8 +114,11 @@ class Promoter:
                     probation_steps=probation_steps,
                     promoted_at=datetime.now(UTC),
                 )
-                with suppress(FileExistsError):
-                    store.write(_key(id_), [mark.model_dump_json().encode()], if_absent=True)
+                try:
+                    promote(store, id_, mark)
+                except CheckpointError as error:  # quarantined or removed while it was read
+                    log.warning("not promoted", job_id=job, error=str(error))
+                    continue
                 reach("writer.stable_written")
                 self.finish(job, store, id_)
                 promoted.append(id_)
@@ -146,17 +131,12 @@ class Promoter:
             OSError: storage fails.
             Unavailable: bus or database do not answer.
         """
-        with store.read(_key(checkpoint)) as file:
-            data = file.readall()
         try:
-            mark = StableMark.model_validate_json(data)
-        except ValidationError as error:
-            log.error(
-                "a promotion that cannot be read counts for nothing",
-                job_id=job,
-                file=_key(checkpoint),
-                error=str(error),
-            )
+            mark = read_stable(store, checkpoint)
+        except CheckpointError as error:
+            log.error("a promotion that cannot be read counts for nothing", job_id=job, error=str(error))
+            return
+        if mark is None:  # quarantined or removed since
             return
         self._publish(
             CheckpointPromoted(
@@ -181,12 +161,8 @@ class Promoter:
             return False
         if nonfinite is not None:
             log.error("not promoted: a tensor is not finite", tensor=nonfinite, **where)
-            self._unfit.add((job, checkpoint))
+            self._on_nonfinite(job, checkpoint, nonfinite)
         return nonfinite is None
-
-
-def _key(checkpoint: CheckpointId) -> str:
-    return f"{folder_name(checkpoint)}/{STABLE_FILE}"
 
 
 def _event_id(job: str, checkpoint: CheckpointId) -> str:

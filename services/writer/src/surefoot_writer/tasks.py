@@ -13,6 +13,7 @@ import logging
 import time
 from typing import Any
 
+import structlog
 from celery import Celery
 from celery.signals import setup_logging
 from kombu.exceptions import OperationalError
@@ -21,12 +22,14 @@ from surefoot.bus.publisher import Publisher
 from surefoot.bus.redis_bus import RedisBus
 from surefoot.catalogue.database import Database
 from surefoot.checkpoint.ids import CheckpointId
-from surefoot.errors import BusUnavailable, Unavailable
+from surefoot.errors import AttemptError, BusUnavailable, Unavailable
 from surefoot.telemetry import logging as logs
+from surefoot_writer.pruning import Pruning
 from surefoot_writer.settings import WriterSettings
 from surefoot_writer.verifying import ReadFailed, Verifier
 
 VERIFY = "surefoot.verify"
+PRUNE = "surefoot.prune"
 QUEUE = "chores"
 KEY_PREFIX = "surefoot:celery:"
 """Of all keys that Celery keeps on the server."""
@@ -34,6 +37,8 @@ VISIBILITY_SECONDS = 24 * 3600
 """A task that was taken and not acknowledged for so long is given to another worker: longer than any runs."""
 ANSWER_SECONDS = 4.0
 UNAVAILABLE_RETRY_SECONDS = 5.0
+
+log = structlog.get_logger(__name__)
 
 
 def _configuration() -> dict[str, Any]:
@@ -94,9 +99,9 @@ def _configure_logging(**_: object) -> None:
 
 
 @functools.cache
-def _verifier() -> Verifier:
+def _outside() -> tuple[Database, Publisher]:
     settings = WriterSettings()
-    return Verifier(Database(settings.database_url), Publisher(RedisBus(settings.redis_url), "writer"))
+    return Database(settings.database_url), Publisher(RedisBus(settings.redis_url), "writer")
 
 
 @app.task(name=VERIFY, bind=True, max_retries=None)  # type: ignore[untyped-decorator]
@@ -105,11 +110,31 @@ def verify(self: Any, job: str, attempt: int, step: int) -> None:
     num_before = self.request.retries
     is_repeated = num_before > 0 or bool((self.request.delivery_info or {}).get("redelivered"))
     try:
-        _verifier().verify(job, CheckpointId(attempt, step), is_repeated=is_repeated)
+        Verifier(*_outside()).verify(job, CheckpointId(attempt, step), is_repeated=is_repeated)
     except ReadFailed as error:
         raise self.retry(exc=error, countdown=WriterSettings().writer_retry_seconds * 5**num_before) from error
     except Unavailable as error:
         raise self.retry(exc=error, countdown=UNAVAILABLE_RETRY_SECONDS) from error
+
+
+@app.task(name=PRUNE, bind=True, max_retries=None)  # type: ignore[untyped-decorator]
+def prune(self: Any, job: str) -> None:
+    """Remove a job's checkpoints that were taken out of use. What storage refuses is ordered again by the writer."""
+    try:
+        Pruning(*_outside()).prune(job)
+    except (OSError, AttemptError) as error:
+        log.error("checkpoints cannot be removed now", job_id=job, error=str(error))
+    except Unavailable as error:
+        raise self.retry(exc=error, countdown=UNAVAILABLE_RETRY_SECONDS) from error
+
+
+def send_prune(job: str) -> None:
+    """Order the removal of a job's DELETING checkpoints.
+
+    Raises:
+        BusUnavailable: the server does not answer.
+    """
+    _send(prune, job)
 
 
 def send_verify(job: str, checkpoint: CheckpointId) -> None:
@@ -118,7 +143,11 @@ def send_verify(job: str, checkpoint: CheckpointId) -> None:
     Raises:
         BusUnavailable: the server does not answer.
     """
+    _send(verify, job, *checkpoint)
+
+
+def _send(task: Any, *arguments: str | int) -> None:
     try:
-        verify.apply_async((job, checkpoint.attempt, checkpoint.step))
+        task.apply_async(arguments)
     except OperationalError as error:
         raise BusUnavailable(f"the Redis-compatible server takes no chores: {error}") from error

@@ -74,7 +74,8 @@ class Verifier:
             log.error("a checkpoint cannot be read", job_id=job, error=str(error), **checkpoint._asdict())
             return
         reach("verify.read")
-        index.end_verify(job, checkpoint, problem)
+        if not index.end_verify(job, checkpoint, problem):
+            return  # what is removed while it is read looks damaged
         reach("verify.recorded")
         self._send(job, checkpoint, problem, time.monotonic() - started)
 

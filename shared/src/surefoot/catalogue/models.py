@@ -7,6 +7,7 @@ index of them: the files are the truth.
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Any, ClassVar
 
 from sqlalchemy import (
@@ -20,6 +21,7 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    false,
 )
 from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -132,6 +134,31 @@ class Attempt(Base):
     started_at: Mapped[datetime]
 
 
+class CheckpointState(StrEnum):
+    """Column `checkpoints.state`. Only what is COMMITTED may be restored, promoted or named by a command.
+
+    COMMITTED -> QUARANTINED, and back when it is written again.
+    COMMITTED -> DELETING -> no row; back to COMMITTED when it is wanted after all.
+    """
+
+    COMMITTED = "COMMITTED"
+    QUARANTINED = "QUARANTINED"
+    """Found damaged and moved to quarantine/."""
+    DELETING = "DELETING"
+    """Retention keeps it no longer; its files go soon."""
+
+
+class ActionState(StrEnum):
+    """Column `actions.state`: PENDING -> SENT -> one of the others."""
+
+    PENDING = "PENDING"
+    """Decided."""
+    SENT = "SENT"
+    APPLIED = "APPLIED"
+    REFUSED = "REFUSED"
+    EXPIRED = "EXPIRED"
+
+
 class Checkpoint(Base):
     """Index of the committed checkpoints. Written by: writer (its service and its Celery worker)."""
 
@@ -141,8 +168,12 @@ class Checkpoint(Base):
     attempt: Mapped[int] = mapped_column(primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True)
     state: Mapped[str] = mapped_column(String(16))
-    """COMMITTED or QUARANTINED."""
+    """A CheckpointState."""
     stable: Mapped[bool] = mapped_column(default=False)
+    pinned: Mapped[bool] = mapped_column(default=False, server_default=false())
+    """Somebody wants to keep it: `pinned.json` says who and why."""
+    loss: Mapped[float | None]
+    """Mean training loss of the last steps before it."""
     num_bytes: Mapped[int] = mapped_column(BigInteger)
     world_size: Mapped[int]
     path: Mapped[str] = mapped_column(Text)
@@ -152,6 +183,8 @@ class Checkpoint(Base):
     verify_problem: Mapped[str | None] = mapped_column(Text)
     """None with verified_at set: every byte is good."""
     verify_tries: Mapped[int] = mapped_column(default=0)
+    nonfinite_tensor: Mapped[str | None] = mapped_column(Text)
+    """Name of a tensor with NaN or Inf in it: it is never promoted."""
 
 
 class Incident(Base):
@@ -212,7 +245,7 @@ class Action(Base):
     """The message that is sent, JSON form."""
     reason: Mapped[str] = mapped_column(Text)
     state: Mapped[str] = mapped_column(String(16))
-    """PENDING (decided), SENT, APPLIED, REFUSED, EXPIRED."""
+    """An ActionState."""
     problem: Mapped[str] = mapped_column(Text, default="")
     decided_step: Mapped[int | None]
     """Last step that was known to be complete when it was decided: cool-downs count from here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from surefoot.catalogue.models import Attempt, Checkpoint
+from surefoot.catalogue.models import Attempt, Checkpoint, CheckpointState
 from surefoot.checkpoint.attempts import AttemptRecord, SkipWindow, Source, StartsFrom
 from surefoot.checkpoint.ids import CheckpointId
 from surefoot.checkpoint.lineage import newest_on_lineage
@@ -48,7 +48,7 @@ def stable_checkpoint(session: Session, job: str, attempt: int, at_most_step: in
         select(Checkpoint).where(
             Checkpoint.job == job,
             Checkpoint.stable,
-            Checkpoint.state == "COMMITTED",
+            Checkpoint.state == CheckpointState.COMMITTED,
             Checkpoint.step <= at_most_step,
         )
     )

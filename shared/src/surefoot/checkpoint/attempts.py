@@ -33,6 +33,8 @@ ATTEMPTS_FOLDER = "attempts"
 RESERVE_KEY = "reserve.bin"
 """Freed when the disk is full, so that the record of an attempt can still be written."""
 RESERVE_BYTES = 64 * 1024
+RESTART_CAUSE_PREFIX = "restart: "
+"""Begins the cause of each attempt that a failure began, so that failures can be counted from attempt records."""
 
 _FILE_NAME = re.compile(r"(\d{6,})\.json", re.ASCII)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -115,6 +117,11 @@ class AttemptRecord(_Record):
         if self.starts_from.attempt >= self.attempt:
             raise ValueError("an attempt starts from an earlier one")
         return self
+
+    @property
+    def is_restart(self) -> bool:
+        """Whether a failure began it, and neither a user nor a command."""
+        return self.cause.startswith(RESTART_CAUSE_PREFIX)
 
     def lr_factor_at(self, step: int) -> float:
         """Return what the schedule's learning rate is multiplied by in a step (from 1: as `StepCompleted.step`).

@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from surefoot.checkpoint.ids import CheckpointId, folder_name, parse_folder_name
+from surefoot.checkpoint.layout import ShardLayout
 from surefoot.checkpoint.manifest import (
     MANIFEST_FILE,
     FileEntry,
@@ -24,6 +25,7 @@ from surefoot.checkpoint.manifest import (
     decode_manifest,
     decode_part,
 )
+from surefoot.checkpoint.safetensors_file import read_header
 from surefoot.checkpoint.store import PIECE_BYTES, Store
 from surefoot.errors import CheckpointError, DamagedCheckpoint
 
@@ -74,11 +76,25 @@ def verify(store: Store, checkpoint_id: CheckpointId) -> None:
             pass
     piece = memoryview(bytearray(min(PIECE_BYTES, max(entry.num_bytes for entry in manifest.files))))
     for entry in manifest.files:
-        with _open_sized(store, manifest, entry) as file:
-            digest = xxhash.xxh3_128()
-            for num_bytes in _read_into(file, piece):
-                digest.update(piece[:num_bytes])
-        _check_digest(store, manifest, entry, digest.hexdigest())
+        _verify_file(store, manifest, entry, piece)
+
+
+def verify_shard(store: Store, manifest: Manifest, rank: int) -> None:
+    """Check a rank's shard.
+
+    Raises:
+        DamagedCheckpoint: it is missing or not as it was written.
+        OSError: the disk fails.
+    """
+    _verify_file(store, manifest, manifest.shard(rank), memoryview(bytearray(PIECE_BYTES)))
+
+
+def _verify_file(store: Store, manifest: Manifest, entry: FileEntry, piece: memoryview) -> None:
+    with _open_sized(store, manifest, entry) as file:
+        digest = xxhash.xxh3_128()
+        for num_bytes in _read_into(file, piece):
+            digest.update(piece[:num_bytes])
+    _check_digest(store, manifest, entry, digest.hexdigest())
 
 
 def read_part(store: Store, manifest: Manifest, rank: int) -> ShardPart:
@@ -106,6 +122,22 @@ def read_scalars(store: Store, checkpoint_id: CheckpointId) -> dict[str, Any]:
     return read_part(store, read_manifest(store, checkpoint_id), 0).scalars or {}
 
 
+def read_layout(store: Store, manifest: Manifest, rank: int) -> ShardLayout:
+    """Return where the tensors of a rank's shard lie, from its first bytes, whose checksum nobody has looked at.
+
+    Raises:
+        DamagedCheckpoint: it is missing or has a wrong size.
+        CheckpointError: this is no header of ours; whether it is damaged, `verify_shard` tells.
+        OSError: the disk fails.
+    """
+    entry = manifest.shard(rank)
+    with _open_sized(store, manifest, entry) as file:
+        try:
+            return ShardLayout.parse(read_header(file))
+        except ValueError as error:
+            raise CheckpointError(f"{_path(store, _key(manifest, entry))}: {error}") from None
+
+
 def read_shard(store: Store, manifest: Manifest, rank: int, into: memoryview | None = None) -> memoryview:
     """Return the whole of a rank's shard (safetensors header and data), verified.
 
@@ -124,7 +156,7 @@ def read_shard(store: Store, manifest: Manifest, rank: int, into: memoryview | N
     """
     entry = manifest.shard(rank)
     with _open_sized(store, manifest, entry) as file:
-        memory = _new_memory(entry.num_bytes) if into is None else into.cast("B")
+        memory = new_memory(entry.num_bytes) if into is None else into.cast("B")
         if len(memory) < entry.num_bytes:
             raise ValueError(f"{len(memory)} bytes cannot hold the shard of {entry.num_bytes} bytes")
         shard = memory[: entry.num_bytes]
@@ -141,7 +173,8 @@ def read_shard(store: Store, manifest: Manifest, rank: int, into: memoryview | N
     return shard
 
 
-def _new_memory(num_bytes: int) -> memoryview:
+def new_memory(num_bytes: int) -> memoryview:
+    """Return page-aligned memory to read a shard into."""
     # Private: shared anonymous memory would count as tmpfs. Huge pages halve the time to read 1 GiB.
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them

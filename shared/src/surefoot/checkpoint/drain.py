@@ -18,46 +18,21 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from surefoot.checkpoint.drain_prune import RetentionRules
+from surefoot.checkpoint.drain_retry import Retried
 from surefoot.checkpoint.drain_work import Drain
 from surefoot.checkpoint.locks import LockedFile, holder_pid
 from surefoot.checkpoint.staging_folder import StagingFolder
 from surefoot.checkpoint.store import LocalStore
-from surefoot.errors import EXIT_FAILED, EXIT_OK, SurefootError
+from surefoot.errors import EXIT_FAILED, EXIT_OK
 from surefoot.events import Event, JsonlSink
 from surefoot.processes import kill_job_processes
 
 __all__ = ["Drain", "DrainLoop", "main"]
 
+_OTHERS_POLL_SECONDS = 0.1
+
 _log = logging.getLogger("surefoot.drain")
-
-
-class _Retried:
-    """A piece of work that is tried again after an error, the longer it fails the later.
-
-    Training goes on whatever happens to storage.
-    """
-
-    def __init__(self, work: Callable[[], object], max_delay_seconds: float, monotonic: Callable[[], float]) -> None:
-        self.num_failures = 0
-        self.next_try = 0.0
-        self._work = work
-        self._max_delay_seconds = max_delay_seconds
-        self._monotonic = monotonic
-
-    def call(self) -> bool:
-        """Do it, unless it failed a moment ago. True: done."""
-        if self.num_failures and self._monotonic() < self.next_try:
-            return False
-        try:
-            self._work()
-        except (OSError, SurefootError) as error:
-            delay_seconds = min(self._max_delay_seconds, 0.1 * 2 ** min(self.num_failures, 20))
-            self.num_failures += 1
-            self.next_try = self._monotonic() + delay_seconds
-            _log.error("failed %d times, next try in %.1f s: %s", self.num_failures, delay_seconds, error)
-            return False
-        self.num_failures = 0
-        return True
 
 
 class DrainLoop:
@@ -74,6 +49,8 @@ class DrainLoop:
             doubling).
         give_up_seconds: With nobody there, how long storage may fail before the loop ends and leaves the
             folder as it is for the next start.
+        others_seconds: With nobody there, how long the drains of other nodes may take for their parts of what is
+            salvaged. All of this node is on storage by then, so they can complete it without us.
         monotonic: CLOCK_MONOTONIC in seconds.
     """
 
@@ -87,17 +64,23 @@ class DrainLoop:
         poll_seconds: float = 1.0,
         max_delay_seconds: float = 30.0,
         give_up_seconds: float = 600.0,
+        others_seconds: float = 60.0,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._drain = drain
         self._staging = staging
         self._is_current = is_current
         self._linger_seconds = linger_seconds
         self._poll_seconds = poll_seconds
         self._give_up_seconds = give_up_seconds
+        self._others_seconds = others_seconds
         self._monotonic = monotonic
-        self._reports = _Retried(drain.handle_reports, max_delay_seconds, monotonic)
-        self._work = _Retried(drain.work, max_delay_seconds, monotonic)
-        self._salvage = _Retried(drain.salvage, max_delay_seconds, monotonic)
+        self._retried = [
+            Retried(work, max_delay_seconds, monotonic, drain.trouble)
+            for work in (drain.handle_reports, drain.work, drain.salvage, drain.prune)
+        ]
+        self._reports, self._work, self._salvage, self._prune = self._retried
+        self._others_since: float | None = None
 
     def run(self) -> int:
         """Run until the job is over. Returns the exit code. Call it in the main thread, holding `drain.lock`."""
@@ -105,9 +88,11 @@ class DrainLoop:
         while self._is_current():
             self._reports.call()
             self._work.call()
+            self._prune.call()
             now = self._monotonic()
             if self._is_somebody_there():
-                alone_since = None
+                alone_since = self._others_since = None
+                self._salvage.drop()
             else:
                 alone_since = now if alone_since is None else alone_since
                 lingered = now - alone_since >= self._linger_seconds or self._staging.is_end_announced()
@@ -123,11 +108,14 @@ class DrainLoop:
     def _wait(self, alone_since: float | None) -> None:
         timeout_seconds = self._poll_seconds
         now = self._monotonic()
-        for retried in (self._reports, self._work, self._salvage):
+        for retried in self._retried:
             if retried.num_failures:
                 timeout_seconds = min(timeout_seconds, retried.next_try - now)
         if alone_since is not None and now < alone_since + self._linger_seconds:
             timeout_seconds = min(timeout_seconds, alone_since + self._linger_seconds - now)
+        if self._drain.waits_for_others:
+            # Nothing wakes this drain when the one of another node is done.
+            timeout_seconds = min(timeout_seconds, _OTHERS_POLL_SECONDS)
         self._staging.wait_for_wake(max(0.0, timeout_seconds))
 
     def _is_somebody_there(self) -> bool:
@@ -139,11 +127,14 @@ class DrainLoop:
     def _close_down(self) -> bool:
         """Salvage, then end what is left of the job and remove the folder, unless somebody came; False: go on.
 
-        The session lock is not held while writing: whoever starts the job again meanwhile shall not wait for
-        a disk.
+        The session lock is not held while writing or pruning: whoever starts the job again meanwhile shall not
+        wait for a disk.
         """
         before = self._content()
-        if not self._salvage.call() or not self._staging.try_take_session():
+        if not self._salvage.call() or self._is_waiting_for_others():
+            return False
+        self._prune.call()  # should it fail, the job's next drain does it
+        if not self._staging.try_take_session():
             return False
         if self._content() != before:
             self._staging.release_session()
@@ -151,6 +142,16 @@ class DrainLoop:
         self._kill_leftovers()
         self._staging.remove()
         return True
+
+    def _is_waiting_for_others(self) -> bool:
+        if not self._drain.waits_for_others:
+            return False
+        now = self._monotonic()
+        self._others_since = now if self._others_since is None else self._others_since
+        if now - self._others_since < self._others_seconds:
+            return True
+        _log.warning("the parts of other nodes are still missing; they complete the last snapshot, or nobody does")
+        return False
 
     def _kill_leftovers(self) -> None:
         """End what a user's script started and nobody else ends once ranks and launcher are dead."""
@@ -202,13 +203,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _log.warning("unfinished files could not be removed: %s", error)
     else:
         _log.info("draining %s to %s; %d unfinished files removed", staging.path, store, len(removed))
-    drain = Drain(staging=staging, store=store, sink=_LateSink(options.events), job=options.job)
+    drain = Drain(
+        staging=staging,
+        store=store,
+        sink=_LateSink(options.events),
+        job=options.job,
+        retention=options.retention,
+    )
     loop = DrainLoop(
         drain,
         staging,
         is_current=lock.is_current,
         linger_seconds=options.linger_seconds,
         give_up_seconds=options.give_up_seconds,
+        others_seconds=options.others_seconds,
     )
     return loop.run()
 
@@ -228,8 +236,15 @@ def _parser() -> argparse.ArgumentParser:
     for name, default, text in (
         ("linger-seconds", 2.0, "stay so long after the last rank (default %(default)s)"),
         ("give-up-seconds", 600.0, "then, with storage failing so long, end (default %(default)s)"),
+        ("others-seconds", 60.0, "then, with parts of other nodes missing so long, end (default %(default)s)"),
     ):
         parser.add_argument(f"--{name}", type=float, default=default, metavar="S", help=text)
+    parser.add_argument(
+        "--retention",
+        type=RetentionRules.model_validate_json,
+        metavar="JSON",
+        help="section checkpoint.retention of the spec: remove what it does not keep (default: remove nothing)",
+    )
     return parser
 
 

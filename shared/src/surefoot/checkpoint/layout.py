@@ -32,6 +32,7 @@ DTYPE_BYTES: dict[str, int] = {
 _LENGTH = struct.Struct("<Q")
 _METADATA_KEY = "surefoot"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors reader itself
+_CRUMB_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -206,19 +207,31 @@ class ShardLayout:
         return {e.name: e for e in self.entries}
 
 
-def assign(specs: Iterable[TensorSpec], world_size: int) -> list[list[TensorSpec]]:
-    """Share tensors that every rank holds out among the ranks, so that each writes about as many bytes.
+def share_out(held: Sequence[Sequence[TensorSpec]]) -> list[list[TensorSpec]]:
+    """Decide which rank stores which of the parts that the ranks hold, so that each writes about as many bytes.
 
-    Greedy: the largest first, each to the rank that has the least so far. Deterministic, whatever the order
-    of `specs`, so every rank comes to the same answer without talking.
+    A part that several ranks hold alike is stored once. Greedy: the largest first, each by that one of its holders
+    that has the least so far. Deterministic, whatever the order of the lists, so every rank that knows them comes to
+    the same answer.
+
+    Args:
+        held: For each rank the parts that it could store.
 
     Returns:
         One list per rank, in rank order.
     """
-    shares: list[list[TensorSpec]] = [[] for _ in range(world_size)]
-    loads = [0] * world_size
-    for spec in sorted(specs, key=lambda spec: (-spec.num_bytes, spec.name)):
-        rank = min(range(world_size), key=lambda r: (loads[r], len(shares[r]), r))
+    holders: dict[TensorSpec, list[int]] = {}
+    for rank, specs in enumerate(held):
+        for spec in specs:
+            if not _is_empty_part(spec):
+                holders.setdefault(spec, []).append(rank)
+    shares: list[list[TensorSpec]] = [[] for _ in held]
+    loads = [0] * len(held)
+    for spec in sorted(holders, key=lambda spec: (-spec.num_bytes, spec.name, spec.global_offset or ())):
+        # Crumbs (Adam counts the steps of each parameter) go together: scattered, they would make every rank of a
+        # sharded job read every shard at a restore.
+        may = sorted(holders[spec])[: 1 if spec.num_bytes <= _CRUMB_BYTES else None]
+        rank = min(may, key=lambda r: (loads[r], len(shares[r]), r))
         shares[rank].append(spec)
         loads[rank] += spec.num_bytes
     return shares
@@ -236,6 +249,11 @@ def plan_digest(specs_by_rank: Sequence[Sequence[TensorSpec]], world_size: int) 
         for specs in specs_by_rank
     ]
     return hashlib.blake2b(_to_json([world_size, plan]).encode(), digest_size=16).digest()
+
+
+def _is_empty_part(spec: TensorSpec) -> bool:
+    """An uneven sharding leaves some ranks without items; a tensor that has none at all is stored nevertheless."""
+    return spec.num_bytes == 0 and math.prod(spec.global_shape or spec.shape) > 0
 
 
 def _order(spec: TensorSpec) -> tuple[int, str]:

@@ -141,9 +141,16 @@ class StagingBuffer:
             self._file.release()
 
     def begin_fill(
-        self, checkpoint: CheckpointId, *, world_size: int, rank: int, plan_digest: bytes, persist: bool
+        self,
+        checkpoint: CheckpointId,
+        *,
+        world_size: int,
+        rank: int,
+        plan_digest: bytes,
+        persist: bool,
+        local_world_size: int = 0,
     ) -> bool:
-        """Start a snapshot: what was in the buffer is gone from here on.
+        """Start a snapshot: what was in the buffer is gone from here on. The arguments are those of `BufferHeader`.
 
         Returns:
             False at once, and nothing has changed, when a reader has the lock.
@@ -165,6 +172,7 @@ class StagingBuffer:
             shard_bytes=0,
             scalars_bytes=0,
             saved_monotonic=0.0,
+            local_world_size=local_world_size,
         )
         self._write_slot(header)
         self._filling = header
@@ -237,6 +245,13 @@ class StagingBuffer:
     def mark_drained(self, sequence: int) -> None:
         """Note that the READY header of this sequence needs no more draining. Only the drain calls this."""
         self._view[_MARK_OFFSET : _MARK_OFFSET + MARK_BYTES] = pack_mark(sequence)
+
+    def unwritten(self) -> CheckpointId | None:
+        """Return the complete snapshot in it that is to become durable and is not marked drained; None: no such one."""
+        header = self.header()
+        if header is None or header.state is not BufferState.READY or not header.persist:
+            return None
+        return None if self.drained_sequence() == header.sequence else header.checkpoint_id
 
     def drained_sequence(self) -> int:
         """Return the sequence that was last marked drained; 0: none."""

@@ -5,8 +5,10 @@
     session.lock    held shared by ranks and launcher: "somebody still needs this folder"
     drain.lock      held by the one drain
     wake.fifo       a byte in it wakes the drain
+    end             the launcher's last word: no restart follows
     reports/        damage that ranks found in committed checkpoints
     commands/       what recovery orders the ranks to do (see `surefoot.command_files`)
+    storage-trouble.json    while storage refuses the drain's writes: since when, and how often
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ class DamageReport(NamedTuple):
     """A rank could not load a committed checkpoint. Ranks never change storage; the drain looks into it.
 
     Args:
-        path: The report itself; None before it is written.
+        path: The report itself.
         checkpoint: The checkpoint.
         file: The file in it that is bad.
         reason: What was found.
     """
 
-    path: Path | None
+    path: Path
     checkpoint: CheckpointId
     file: str
     reason: str
@@ -88,10 +90,9 @@ class StagingFolder:
         Raises:
             StagingTooSmall: they do not fit; those made by this call are gone again.
         """
-        paths = [self.path / f"rank-{rank:05}-buffer-{index}.stage" for index in range(num_buffers)]
-        has = {path: path.stat().st_size for path in paths if path.exists()}
-        one = required_bytes(shard_capacity)
-        needed = sum(max(0, one - has.get(path, 0)) for path in paths)
+        paths = self._buffer_paths(rank, num_buffers)
+        has = {path for path in paths if path.exists()}
+        needed = self.missing_bytes(rank, num_buffers, shard_capacity)
         available = free_bytes(self.path)
         if needed > available:
             raise StagingTooSmall(str(self.path), needed, available)
@@ -107,6 +108,15 @@ class StagingFolder:
             raise StagingTooSmall(str(self.path), needed, error.available_bytes) from None
         return made
 
+    def missing_bytes(self, rank: int, num_buffers: int, shard_capacity: int) -> int:
+        """Return how much `create_buffers` with these arguments is going to allocate."""
+        one = required_bytes(shard_capacity)
+        paths = self._buffer_paths(rank, num_buffers)
+        return sum(max(0, one - (path.stat().st_size if path.exists() else 0)) for path in paths)
+
+    def _buffer_paths(self, rank: int, num_buffers: int) -> list[Path]:
+        return [self.path / f"rank-{rank:05}-buffer-{index}.stage" for index in range(num_buffers)]
+
     def buffers(self, rank: int | None = None) -> list[StagingBuffer]:
         """Return the buffers of one rank, or of all ranks that ever were, ordered by rank and index."""
         found = []
@@ -116,19 +126,22 @@ class StagingFolder:
                 found.append((int(match[1]), int(match[2]), name))
         return [b for b in (_try_open(self.path / name) for _, _, name in sorted(found)) if b is not None]
 
-    def remove_buffers_from(self, rank: int, is_waiting: Callable[[CheckpointId], bool]) -> None:
-        """Free the memory of ranks that the job does not have any more; called by rank 0 once newer snapshots exist.
+    def remove_surplus(
+        self, world_size: int, num_buffers: int, is_waiting: Callable[[CheckpointId], bool] = lambda _: False
+    ) -> None:
+        """Free the memory of buffers that the job does not use any more; called once newer snapshots exist.
 
         Args:
-            rank: The first rank that is gone.
+            world_size: Ranks from this one on are gone.
+            num_buffers: Each rank uses so many.
             is_waiting: Whether a snapshot with `persist` is still to be written if it has not been.
         """
         for buffer in self.buffers():
             match = _BUFFER_NAME.fullmatch(buffer.path.name)
             assert match is not None, "buffers() lists only these names"
-            header = buffer.header()
-            undrained = header is not None and header.persist and buffer.drained_sequence() != header.sequence
-            if int(match[1]) >= rank and not (header is not None and undrained and is_waiting(header.checkpoint_id)):
+            unwritten = buffer.unwritten()
+            surplus = int(match[1]) >= world_size or int(match[2]) >= num_buffers
+            if surplus and not (unwritten is not None and is_waiting(unwritten)):
                 buffer.path.unlink(missing_ok=True)
                 buffer.close()
 

@@ -51,6 +51,8 @@ class BufferHeader(NamedTuple):
         shard_bytes: Length of the shard.
         scalars_bytes: Length of the scalars.
         saved_monotonic: CLOCK_MONOTONIC seconds when the snapshot was complete.
+        local_world_size: Ranks of it whose parts are staged in this folder; those of other nodes are in a folder of
+            that node. 0, as headers of older versions have it: all of them.
     """
 
     sequence: int
@@ -65,6 +67,12 @@ class BufferHeader(NamedTuple):
     shard_bytes: int
     scalars_bytes: int
     saved_monotonic: float
+    local_world_size: int = 0
+
+    @property
+    def num_local_ranks(self) -> int:
+        """How many ranks' parts make the snapshot complete as far as this node goes."""
+        return self.local_world_size or self.world_size
 
     @property
     def checkpoint_id(self) -> CheckpointId:
@@ -94,7 +102,7 @@ def pack_slot(header: BufferHeader) -> bytes:
         header.attempt,
         header.step,
         header.world_size,
-        0,
+        header.local_world_size,
         header.persist,
         header.job_digest,
         header.plan_digest,
@@ -110,7 +118,7 @@ def unpack_slot(slot: bytes) -> BufferHeader | None:
     body = slot[: _SLOT.size]
     if _CRC.unpack_from(slot, _SLOT.size)[0] != zlib.crc32(body):
         return None
-    magic, sequence, state, rank, attempt, step, world_size, _, persist, job, plan, shard, scalars, saved = (
+    magic, sequence, state, rank, attempt, step, world_size, local, persist, job, plan, shard, scalars, saved = (
         _SLOT.unpack(body)
     )
     if magic != _MAGIC:
@@ -128,6 +136,7 @@ def unpack_slot(slot: bytes) -> BufferHeader | None:
         shard,
         scalars,
         saved,
+        local,
     )
 
 

@@ -1,32 +1,33 @@
 """`surefoot verify`, `surefoot checkpoints list` and `show`. They only read, also while the job runs.
 
-`surefoot checkpoints JOB` asks the api instead of looking into a folder.
+`surefoot checkpoints JOB` asks the api instead of looking into a folder. What changes storage is in
+`checkpoint_changes` and `checkpoint_moves`.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from surefoot.checkpoint.attempts import AttemptLog
 from surefoot.checkpoint.catalog import list_committed, read_manifest, read_scalars, verify
 from surefoot.checkpoint.ids import CheckpointId, folder_name
-from surefoot.checkpoint.lineage import candidates
+from surefoot.checkpoint.manifest import MANIFEST_FILE
+from surefoot.checkpoint.marks import PINNED_FILE, STABLE_FILE, read_pin, read_stable
 from surefoot.checkpoint.store import LocalStore
-from surefoot.cli import client_jobs
-from surefoot.cli.folders import checkpoint_folder, job_folders, one_job_folder
+from surefoot.cli import checkpoint_changes, checkpoint_moves, client_jobs
+from surefoot.cli.folders import checkpoint_folder, current_checkpoints, job_folders, locate, pick_checkpoint
+from surefoot.cli.options import AttemptOption, PathOrJob, StepOption
 from surefoot.cli.output import JsonOption, mebibytes, print_json, print_table
-from surefoot.errors import EXIT_DAMAGED, DamagedCheckpoint, SurefootError, UsageError
+from surefoot.cli.stack import DEFAULT_HOME, HomeOption
+from surefoot.errors import EXIT_DAMAGED, DamagedCheckpoint, UsageError
 
-PathArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A checkpoint folder, a job folder or a storage root.")
-]
-JobArgument = Annotated[Path, typer.Argument(metavar="PATH", help="A job folder (<storage>/<job>) or a storage root.")]
-
+EXIT_CODES = (
+    "Exit status: 0 done; 1 failed, or there is no such checkpoint; 2 bad input, nothing was changed; 3 damage found."
+)
 
 
 class _JobOrCommand(TyperGroup):
@@ -42,15 +43,19 @@ class _JobOrCommand(TyperGroup):
 group = typer.Typer(
     cls=_JobOrCommand,
     no_args_is_help=True,
-    help="List and show the checkpoints of a job: `surefoot checkpoints JOB` asks the services, list and show read "
-    "a folder.",
+    help="The checkpoints of a job: `surefoot checkpoints JOB` asks the services; the commands look at a folder, given "
+    "as a path or as the name of a job in <home>/checkpoints.",
 )
-group.command("of")(client_jobs.checkpoints)
 
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the application."""
-    app.command("verify", epilog="Exit status: 0 all good; 3 damage found; 2 not a checkpoint.")(verify_command)
+    app.command("verify", epilog=EXIT_CODES)(verify_command)
+    group.command("of")(client_jobs.checkpoints)
+    group.command("list", epilog=EXIT_CODES)(list_command)
+    group.command("show", epilog=EXIT_CODES)(show_command)
+    checkpoint_changes.register(group, EXIT_CODES)
+    checkpoint_moves.register(group, EXIT_CODES)
     app.add_typer(group, name="checkpoints")
 
 
@@ -66,21 +71,27 @@ class Verdict:
 
 
 def verify_job(job_folder: Path, ids: list[CheckpointId]) -> list[Verdict]:
-    """Check size and checksum of every file of the checkpoints. Reads all of them."""
+    """Check size and checksum of every file of the checkpoints. Reads all of them.
+
+    One that was removed or quarantined meanwhile is left out: it only looks damaged.
+    """
     store, verdicts = LocalStore(job_folder), []
     for checkpoint_id in ids:
         problem = None
         try:
             verify(store, checkpoint_id)
         except DamagedCheckpoint as error:
+            if MANIFEST_FILE not in store.list(folder_name(checkpoint_id)):
+                continue
             problem = str(error)
         path = str(job_folder / folder_name(checkpoint_id))
         verdicts.append(Verdict(path, job_folder.name, checkpoint_id.attempt, checkpoint_id.step, problem))
     return verdicts
 
 
-def verify_command(path: PathArgument, as_json: JsonOption = False) -> None:
-    """Read every byte of the checkpoints under PATH and compare sizes and checksums with their manifests."""
+def verify_command(what: PathOrJob, as_json: JsonOption = False, home: HomeOption = DEFAULT_HOME) -> None:
+    """Read every byte of the checkpoints under PATH|JOB and compare sizes and checksums with their manifests."""
+    path = locate(what, home)
     single = checkpoint_folder(path)
     if single is not None:
         verdicts = verify_job(single[0], [single[1]])
@@ -88,7 +99,7 @@ def verify_command(path: PathArgument, as_json: JsonOption = False) -> None:
         jobs = job_folders(path)
         verdicts = [v for job in jobs for v in verify_job(job, list_committed(LocalStore(job)))]
     if not verdicts:
-        raise UsageError("PATH", f"{path} holds no committed checkpoint")
+        raise UsageError("PATH|JOB", f"{path} holds no committed checkpoint")
     damaged = [verdict for verdict in verdicts if verdict.problem is not None]
     if as_json:
         print_json([asdict(verdict) | {"ok": verdict.problem is None} for verdict in verdicts])
@@ -100,73 +111,71 @@ def verify_command(path: PathArgument, as_json: JsonOption = False) -> None:
         raise typer.Exit(EXIT_DAMAGED)
 
 
-@group.command("list")
-def list_command(path: JobArgument, as_json: JsonOption = False) -> None:
+def list_command(what: PathOrJob, as_json: JsonOption = False, home: HomeOption = DEFAULT_HOME) -> None:
     """List committed checkpoints, newest first.
 
     current: a restart may use it; abandoned: training went on from an older one; damaged: its manifest is.
     """
-    entries = [entry for job in job_folders(path) for entry in _entries(job)]
+    entries = [entry for job in job_folders(locate(what, home)) for entry in _entries(job)]
     if as_json:
         print_json(entries)
         return
-    columns = ["job", "step", "attempt", "state", "world size", "size", "path"]
+    columns = ["job", "step", "attempt", "state", "stable", "pinned", "world size", "size", "path"]
     print_table(columns, [_row(entry) for entry in entries])
 
 
 def _row(entry: dict[str, Any]) -> list[str]:
-    names = [str(entry[name]) for name in ("job", "step", "attempt", "state", "world_size")]
-    return [*names, mebibytes(entry["num_bytes"]), entry["path"]]
+    names = [str(entry[name]) for name in ("job", "step", "attempt", "state")]
+    marks = ["yes" if entry[name] else "-" for name in ("stable", "pinned")]
+    return [*names, *marks, str(entry["world_size"] or "-"), mebibytes(entry["num_bytes"]), entry["path"]]
 
 
-@group.command("show")
-def show_command(path: PathArgument, as_json: JsonOption = False) -> None:
-    """Show one checkpoint: its files and its scalars. For a job folder, the newest that is current."""
-    job, checkpoint_id = checkpoint_folder(path) or _newest(one_job_folder(path))
+def show_command(
+    what: PathOrJob,
+    step: StepOption = None,
+    attempt: AttemptOption = None,
+    as_json: JsonOption = False,
+    home: HomeOption = DEFAULT_HOME,
+) -> None:
+    """Show one checkpoint: its files, its marks and its scalars. For a job, the newest that is current."""
+    job, checkpoint_id = pick_checkpoint(locate(what, home), step, attempt)
     store = LocalStore(job)
     manifest, scalars = read_manifest(store, checkpoint_id), read_scalars(store, checkpoint_id)
+    stable, pinned = read_stable(store, checkpoint_id), read_pin(store, checkpoint_id)
     if as_json:
-        print_json({"manifest": manifest.model_dump(mode="json"), "scalars": scalars})
+        marks = {
+            "stable": None if stable is None else stable.model_dump(mode="json"),
+            "pinned": None if pinned is None else pinned.model_dump(mode="json"),
+        }
+        print_json({"manifest": manifest.model_dump(mode="json"), **marks, "scalars": scalars})
         return
     size = mebibytes(manifest.num_bytes)
     print(job / folder_name(checkpoint_id))
     print(f"step {manifest.step}, attempt {manifest.attempt}, {manifest.world_size} ranks, {size}")
+    if stable is not None:
+        print(f"STABLE since {stable.promoted_at:%Y-%m-%d %H:%M:%S} UTC")
+    if pinned is not None:
+        print(f"pinned by {pinned.pinned_by} at {pinned.pinned_at:%Y-%m-%d %H:%M:%S} UTC: {pinned.reason}")
     print_table(["file", "bytes", "xxh3-128"], [[f.file, f"{f.num_bytes:,}", f.xxh3_128] for f in manifest.files])
     print_json(scalars)
 
 
 def _entries(job: Path) -> list[dict[str, Any]]:
     store = LocalStore(job)
-    ids, current = list_committed(store), _current(store)
-    entries: list[dict[str, Any]] = []
-    for checkpoint_id in sorted(ids, reverse=True):
-        entry: dict[str, Any] = {
-            "job": job.name,
-            "step": checkpoint_id.step,
-            "attempt": checkpoint_id.attempt,
-        }
-        entry |= {
-            "state": "current" if checkpoint_id in current else "abandoned",
-            "world_size": None,
-            "num_bytes": 0,
-        }
-        try:
-            manifest = read_manifest(store, checkpoint_id)
-            entry |= {"world_size": manifest.world_size, "num_bytes": manifest.num_bytes}
-        except DamagedCheckpoint:
-            entry["state"] = "damaged"
-        entries.append(entry | {"path": str(job / folder_name(checkpoint_id))})
-    return entries
+    ids, current = list_committed(store), current_checkpoints(store)
+    return [_entry(store, checkpoint_id, checkpoint_id in current) for checkpoint_id in sorted(ids, reverse=True)]
 
 
-def _newest(job: Path) -> tuple[Path, CheckpointId]:
-    current = _current(LocalStore(job))
-    if not current:
-        raise SurefootError(f"{job} has no current checkpoint")
-    return job, current[0]
-
-
-def _current(store: LocalStore) -> list[CheckpointId]:
-    """Return the checkpoints on the lineage of the newest attempt, newest first."""
-    records = AttemptLog(store).read_all()
-    return candidates(list_committed(store), max(records, default=0), records)
+def _entry(store: LocalStore, checkpoint_id: CheckpointId, is_current: bool) -> dict[str, Any]:
+    names = store.list(folder_name(checkpoint_id))
+    state, world_size, num_bytes = "current" if is_current else "abandoned", None, 0
+    try:
+        manifest = read_manifest(store, checkpoint_id)
+        world_size, num_bytes = manifest.world_size, manifest.num_bytes
+    except DamagedCheckpoint:
+        state = "damaged"
+    return {
+        "job": store.root.name, "step": checkpoint_id.step, "attempt": checkpoint_id.attempt, "state": state,
+        "stable": STABLE_FILE in names, "pinned": PINNED_FILE in names, "world_size": world_size,
+        "num_bytes": num_bytes, "path": str(store.root / folder_name(checkpoint_id)),
+    }  # fmt: skip

@@ -241,8 +241,8 @@ def checkpoints(
     if not rows:
         print(f"job {job} has no checkpoint yet")
         return
-    columns = ["STEP", "ATTEMPT", "STATE", "STABLE", "VERIFIED", "RANKS", "SIZE", "COMMITTED (UTC)", "PATH"]
-    print_table(columns, [_checkpoint_row(row) for row in rows])
+    columns = ["STEP", "ATTEMPT", "STATE", "STABLE", "PINNED", "LOSS", "VERIFIED", "RANKS", "SIZE", "COMMITTED (UTC)"]
+    print_table([*columns, "PATH"], [_checkpoint_row(row) for row in rows])
 
 
 def _checkpoint_row(row: dict[str, Any]) -> list[str]:
@@ -250,7 +250,9 @@ def _checkpoint_row(row: dict[str, Any]) -> list[str]:
     if state == "committed":
         state = "abandoned" if row["on_lineage"] is False else "current"
     verified = row["verify_problem"] or ("-" if row["verified_at"] is None else "ok")
-    return [str(row["step"]), str(row["attempt"]), state, "yes" if row["stable"] else "-", verified,
+    stable, pinned = ("yes" if row[name] else "-" for name in ("stable", "pinned"))
+    loss = "-" if row["loss"] is None else f"{row['loss']:.4g}"
+    return [str(row["step"]), str(row["attempt"]), state, stable, pinned, loss, verified,
             str(row["world_size"]), mebibytes(row["num_bytes"]), _moment(row["committed_at"]), row["path"]]  # fmt: skip
 
 

@@ -11,8 +11,9 @@ import yaml
 from surefoot import preflight
 from surefoot.checkpoint.attempts import AttemptLog, AttemptRecord
 from surefoot.checkpoint.store import LocalStore
-from surefoot.cli.folders import one_job_folder
+from surefoot.cli.folders import locate, one_job_folder
 from surefoot.cli.output import JsonOption, print_json, print_table
+from surefoot.cli.stack import DEFAULT_HOME, HomeOption
 from surefoot.spec import load_spec, spec_keys
 
 spec_group = typer.Typer(no_args_is_help=True, help="Work with spec files.")
@@ -25,11 +26,12 @@ def register(app: typer.Typer) -> None:
 
 
 def attempts_command(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A job folder (<storage>/<job>).")],
+    what: Annotated[str, typer.Argument(metavar="PATH|JOB", help="A job folder (<storage>/<job>), or a job's name.")],
     as_json: JsonOption = False,
+    home: HomeOption = DEFAULT_HOME,
 ) -> None:
     """Show every attempt of a job: what it started from and why there is one."""
-    records = list(AttemptLog(LocalStore(one_job_folder(path))).read_all().values())
+    records = list(AttemptLog(LocalStore(one_job_folder(locate(what, home)))).read_all().values())
     if as_json:
         print_json([record.model_dump(mode="json") for record in records])
         return

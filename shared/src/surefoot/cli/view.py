@@ -178,6 +178,12 @@ def facts(state: ViewState, now_monotonic: float) -> list[tuple[str, str]]:
     ]
     if state.job_state is not None:
         rows.insert(0, ("state", str(state.job_state)))
+    if state.saving is not None:
+        cost = f"{state.saving.save_cost_seconds:.2f} s"
+        rows.append(("saves", f"every {state.saving.interval_seconds:.0f} s (auto; one costs {cost})"))
+    if state.storage_problem is not None:
+        problem = state.storage_problem
+        rows.append(("storage", f"fails ({problem.num_failures} times so far): {problem.reason}"))
     if state.stable_step is not None:
         rows.append(("stable checkpoint", f"step {state.stable_step}"))
     if state.incidents:
@@ -189,10 +195,11 @@ def plain_line(state: ViewState, now_monotonic: float) -> str:
     """Return one line for a log."""
     values = dict(facts(state, now_monotonic))
     incidents = f"  incidents {values['incidents']}" if state.incidents else ""
+    storage = f"  storage {values['storage']}" if state.storage_problem is not None else ""
     return (
         f"step {values['step']}  loss {values['loss']}  {values['throughput']}  "
         f"grad norm {values['gradient norm']}  lr {values['learning rate']}  "
-        f"checkpoint {values['last durable checkpoint']}  attempt {values['attempt']}{incidents}"
+        f"checkpoint {values['last durable checkpoint']}  attempt {values['attempt']}{storage}{incidents}"
     )
 
 

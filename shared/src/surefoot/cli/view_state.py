@@ -31,8 +31,11 @@ from surefoot.events import (
     RankHung,
     RanksRestarted,
     RestoreFellBack,
+    SaveIntervalChosen,
     SnapshotSkipped,
     StepCompleted,
+    StorageFailed,
+    StorageRecovered,
 )
 
 RATE_WINDOW_STEPS = 20
@@ -77,6 +80,10 @@ class ViewState:
     recovery_seconds: float | None = None
     """From noticing the last failure to the next completed step."""
     skipped_saves: int = 0
+    storage_problem: StorageFailed | None = None
+    """The last refusal; None: storage works."""
+    saving: SaveIntervalChosen | None = None
+    """How often `save_every_seconds: auto` saves; None: it does not, or has not said yet."""
     job_state: JobState | None = None
     """As the worker service says; None where there is none."""
     stable_step: int | None = None
@@ -172,7 +179,7 @@ def _ranks_restarted(state: ViewState, event: RanksRestarted) -> None:
 
 def _committed(state: ViewState, event: CheckpointCommitted) -> None:
     state.num_committed += 1
-    state.committed = event
+    state.committed, state.storage_problem = event, None
 
 
 def _quarantined(state: ViewState, event: CheckpointQuarantined) -> None:
@@ -188,6 +195,23 @@ def _skipped(state: ViewState, event: SnapshotSkipped) -> None:
     if event.persist:
         state.skipped_saves += 1
         state.note(event, f"step {event.step}: save put off, {event.reason}")
+
+
+def _storage_failed(state: ViewState, event: StorageFailed) -> None:
+    before = state.storage_problem
+    if before is None or before.reason != event.reason:  # it is tried again and again
+        state.note(event, f"storage fails to {event.operation}: {event.reason}; what is to be saved waits", "bad")
+    state.storage_problem = event
+
+
+def _storage_recovered(state: ViewState, event: StorageRecovered) -> None:
+    state.storage_problem = None
+    state.note(event, f"storage takes writes again, after {event.seconds:.1f} s", "good")
+
+
+def _saving(state: ViewState, event: SaveIntervalChosen) -> None:
+    state.saving = event
+    state.note(event, f"saves every {event.interval_seconds:.0f} s from now on: {event.reason}")
 
 
 def _prepared(state: ViewState, event: DataPrepared) -> None:
@@ -252,6 +276,9 @@ HANDLERS: dict[type[Event], Callable[[ViewState, Any], None]] = {
     CheckpointQuarantined: _quarantined,
     RestoreFellBack: _fell_back,
     SnapshotSkipped: _skipped,
+    StorageFailed: _storage_failed,
+    StorageRecovered: _storage_recovered,
+    SaveIntervalChosen: _saving,
     DataPrepared: _prepared,
     JobFinished: _finished,
     JobStateChanged: _state_changed,

@@ -17,7 +17,7 @@ from sqlalchemy import select as select_rows
 
 from surefoot.catalogue.database import Database
 from surefoot.catalogue.models import Job
-from surefoot.checkpoint.drain_start import start_drain
+from surefoot.checkpoint.drain_start import drain_log, start_drain
 from surefoot.checkpoint.locks import holder_pid
 from surefoot.checkpoint.staging_folder import StagingFolder, staging_folder_path
 from surefoot.embedded.layout import Layout
@@ -62,7 +62,7 @@ def drain_leftovers(
     deadline = time.monotonic() + timeout_seconds
     found = [(spec, folder) for spec in _jobs(layout) if (folder := _staging_folder(spec)).exists()]
     # Where a drain is at work already the new one ends at once.
-    drains = [_start_drain(spec, folder) for spec, folder in found]
+    drains = {folder: start_drain(spec, folder, prune=False) for spec, folder in found}
     left = []
     for spec, folder in found:
         if _is_in_use(folder):
@@ -72,10 +72,10 @@ def drain_leftovers(
             StagingFolder(folder).announce_end()
         on_wait(spec.job, folder)
         if not _wait_until_drained(folder, deadline):
-            _end_drain(folder)
-            left.append(Leftover(spec.job, folder, _last_word(_drain_log(spec))))
+            _end_drain(folder, drains[folder])
+            left.append(Leftover(spec.job, folder, _last_word(drain_log(spec))))
     if not any(_is_in_use(leftover.folder) for leftover in left):
-        for pid in drains:
+        for pid in drains.values():
             os.waitpid(pid, 0)
     return left
 
@@ -103,16 +103,6 @@ def _staging_folder(spec: JobSpec) -> Path:
     return staging_folder_path(spec.checkpoint.staging_dir, spec.job, spec.storage)
 
 
-def _drain_log(spec: JobSpec) -> Path:
-    return spec.job_run_dir / "logs" / "drain.log"
-
-
-def _start_drain(spec: JobSpec, folder: Path) -> int:
-    return start_drain(
-        staging=folder, storage=spec.storage, job=spec.job, events=spec.events_path, log=_drain_log(spec)
-    )
-
-
 def _is_in_use(folder: Path) -> bool:
     """Return whether a rank or a launcher, of `surefoot run` say, needs the folder."""
     staging = StagingFolder(folder)
@@ -129,10 +119,9 @@ def _wait_until_drained(folder: Path, deadline: float) -> bool:
     return not folder.exists()
 
 
-def _end_drain(folder: Path) -> None:
-    pid = holder_pid(folder / "drain.lock")
-    if pid is None:
-        return
+def _end_drain(folder: Path, started: int) -> None:
+    """End the drain of a folder: the one at work, or the one just started that has not come to its lock yet."""
+    pid = holder_pid(folder / "drain.lock") or started
     with suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
         try:

@@ -37,6 +37,8 @@ class CheckpointCommitted(Event):
     write_seconds: float
     staged_age_seconds: float | None = None
     """From the end of the snapshot to durable."""
+    loss: float | None = None
+    """Mean training loss of the last steps before it; null: not known."""
 
 
 class CheckpointQuarantined(Event):
@@ -79,3 +81,52 @@ class CheckpointPromoted(Event):
 
     step: int
     cleared_through_step: int
+
+
+class CheckpointPruned(Event):
+    """Retention removed a checkpoint from storage."""
+
+    type: ClassVar[str] = "CheckpointPruned"
+
+    step: int
+    num_bytes: int
+    reason: str
+    """Why nothing kept it."""
+
+
+class StorageFailed(Event):
+    """Storage failed the drain, as a rule a write; it is tried again, training goes on, what is staged stays there."""
+
+    type: ClassVar[str] = "StorageFailed"
+
+    operation: str
+    """What was to be done, e.g. `write step-000000120-a0003/rank-00000.safetensors`."""
+    reason: str
+    """Name of the errno and what the system says about it."""
+    num_failures: int
+    """In a row, this one included."""
+
+
+class StorageRecovered(Event):
+    """Storage takes writes again."""
+
+    type: ClassVar[str] = "StorageRecovered"
+
+    seconds: float
+    """Since the first failure."""
+    num_failures: int
+
+
+class SaveIntervalChosen(Event):
+    """`save_every_seconds: auto` settled on another interval."""
+
+    type: ClassVar[str] = "SaveIntervalChosen"
+
+    step: int
+    interval_seconds: float
+    save_cost_seconds: float
+    """Training time that one save costs: the copy, and slower steps while it is written."""
+    mean_seconds_between_failures: float
+    num_failures: int
+    reason: str
+    """One sentence with the numbers."""

@@ -12,23 +12,28 @@ import torch
 
 from surefoot import timeline
 from surefoot.checkpoint.attempts import AttemptRecord, Source
-from surefoot.checkpoint.staging import free_bytes, required_bytes
+from surefoot.checkpoint.estimate import check_storage_room
 from surefoot.checkpoint.staging_folder import StagingFolder
-from surefoot.errors import StagingTooSmall, UsageError
+from surefoot.errors import UsageError
 from surefoot.sdk.attempts import Attempts
 from surefoot.sdk.collectives import ControlGroup
 from surefoot.sdk.commands import Commands
 from surefoot.sdk.constant import Constant
+from surefoot.sdk.copying import choose_copier
 from surefoot.sdk.data.loader import Loader, dataset_length
 from surefoot.sdk.data.order import DataOrder
 from surefoot.sdk.host import Host
+from surefoot.sdk.hugging_face import describe_model
+from surefoot.sdk.init_from import init_weights
+from surefoot.sdk.loaded import LoadedState
 from surefoot.sdk.replication import rehearse, replicate, unwrap
-from surefoot.sdk.restore import SEED, find_candidates, restore, start_over
+from surefoot.sdk.restore import Restored, find_candidates, restore, start_over
+from surefoot.sdk.save_interval import count_failures
 from surefoot.sdk.session import Session
 from surefoot.sdk.settings import SessionSettings, resolve
 from surefoot.sdk.snapshot import Snapshots
 from surefoot.sdk.state import Stateful, TrainingState
-from surefoot.sdk.trained import Counters, Trained
+from surefoot.sdk.trained import Trained
 from surefoot.sdk.training_fault import install_fault
 
 HANG_LIMIT = timedelta(minutes=30)
@@ -55,6 +60,8 @@ def attach(
     run_dir: str | Path | None = None,
     seed: int | None = None,
     checkpoint: Mapping[str, Any] | None = None,
+    init_from: str | Path | None = None,
+    tokenizer: str | Path | None = None,
 ) -> Session:
     """Join the job: load the newest state there is, and return the session to loop over.
 
@@ -63,7 +70,9 @@ def attach(
     gradient scaler and data position continue exactly where the newest usable snapshot or checkpoint left them.
 
     Args:
-        model: Plain or already in DistributedDataParallel. Call `session.model` in the loop, not this one.
+        model: Plain, already in DistributedDataParallel, or sharded over all ranks by FSDP2's `fully_shard` (HSDP too).
+            Call `session.model` in the loop, not this one. A checkpoint of one kind and number of ranks is loaded by
+            any other.
         optimizer: Over parameters of this model.
         dataset: Map-style: `len()` and `[index]`. Its order is the session's: a pure function of the seed.
         global_batch_size: Samples per optimizer step over all ranks; constant when the world size changes.
@@ -76,13 +85,17 @@ def attach(
         collate_fn: Makes a batch of a list of samples; None: torch's default.
         num_workers: DataLoader worker processes of this rank.
         shuffle: False: samples in index order in every epoch.
-        extra_state: More objects with state_dict/load_state_dict to keep in the checkpoint (an EMA, say), by name.
+        extra_state: More objects with state_dict/load_state_dict to keep in the checkpoint (an EMA, say), by name. Of
+            what is not a DTensor rank 0's is kept.
         job: Name of the job; the script's name by default. The spec of `surefoot run` wins over this and the
             following ones.
         storage: Folder of all jobs' checkpoints (default `.surefoot/checkpoints`).
         run_dir: Folder of all jobs' logs and events (default `.surefoot/run`).
         seed: Of data order and per-step random state (default 0).
         checkpoint: Keys of `surefoot.spec.CheckpointSpec`, e.g. `{"save_every_steps": 500}`.
+        init_from: A Hugging Face folder (safetensors) whose weights the model gets when the job starts from the seed.
+            Objects that copied the weights before (an EMA, say) keep what they copied.
+        tokenizer: The data's tokenizer.json, for `surefoot checkpoints export`, which puts it beside the weights.
 
     Raises:
         UsageError: a wrong argument, or a checkpoint of another model; names it.
@@ -91,19 +104,21 @@ def attach(
         AttemptTaken: the same job was started somewhere else at this moment.
     """
     timeline.mark("attach")
-    settings = resolve({"job": job, "storage": storage, "run_dir": run_dir, "seed": seed, "checkpoint": checkpoint})
+    settings = resolve({
+        "job": job, "storage": storage, "run_dir": run_dir, "seed": seed, "checkpoint": checkpoint,
+        "init_from": init_from,
+    })  # fmt: skip
     _check_numbers(1, micro_batch_size=micro_batch_size, total_steps=total_steps)
     _check_numbers(0, num_workers=num_workers)
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise UsageError("max_grad_norm", f"must be greater than 0 (got {max_grad_norm})")
     trained = Trained(
         model=model,
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
         grad_scaler=grad_scaler,
-        max_grad_norm=max_grad_norm,
+        max_grad_norm=_check_grad_norm(max_grad_norm),
         total_steps=total_steps,
         tokens_per_sample=getattr(dataset, "tokens_per_sample", None),
+        about={"hf_config": describe_model(unwrap(model), None if tokenizer is None else Path(tokenizer))},
     )
     data = _Data(
         dataset=dataset,
@@ -162,24 +177,30 @@ def _restore_and_claim(host: Host, trained: Trained, data: _Data, state: Trainin
     data.order.rank_micro_batches(0, host.group.rank, host.group.world_size, data.micro_batch_size)
     attempts = Attempts(host)
     found = start_over(host) if settings.from_seed else find_candidates(host, attempts.records)
+    if not found and settings.spec.init_from is not None:
+        init_weights(plain, settings.spec.init_from, host.group)
     model = replicate(trained.model, host.group.world_size, init_sync=not found)
     rehearse(model, host.group.world_size)
     timeline.mark("replicated")
-    restored = restore(host, state, found) if found else SEED
+    restored = restore(host, state, found) if found else Restored.from_seed()
     timeline.mark("loaded")
+    # Before the claim too: what does not fit into memory begins no attempt.
+    snapshots = _prepare_snapshots(host, state, trained, attempts, restored)
+    timeline.mark("prepared")
     record = attempts.claim(restored.starts_from, settings.cause)
     host.begin_attempt(record)
     timeline.mark("claimed")
-    snapshots = _prepare_snapshots(host, state, plain, trained.optimizer, attempts)
     session = Session(
         trained=replace(trained, model=model),
         host=host,
         record=record,
-        counters=Counters(restored.step, restored.updates),
+        counters=restored.counters,
         loader=data.loader(host, record, trained.total_steps, pin_memory=device.type == "cuda"),
         snapshots=snapshots,
         commands=Commands(host, state, attempts, snapshots, trained.total_steps),
+        loaded=LoadedState(state, restored.counters.step) if found else None,
         seed=settings.spec.seed,
+        num_failures=count_failures(attempts.records),
     )
     install_fault(session, trained.optimizer)
     return session
@@ -189,6 +210,12 @@ def _check_numbers(least: int, **numbers: int | None) -> None:
     for name, value in numbers.items():
         if value is not None and value < least:
             raise UsageError(name, f"must be at least {least} (got {value})")
+
+
+def _check_grad_norm(maximum: float | None) -> float | None:
+    if maximum is not None and not maximum > 0:
+        raise UsageError("max_grad_norm", f"must be greater than 0 (got {maximum})")
+    return maximum
 
 
 def _named_states(
@@ -228,36 +255,39 @@ def _join(settings: SessionSettings, device: torch.device) -> Host:
 
 
 def _prepare_snapshots(
-    host: Host, state: TrainingState, model: torch.nn.Module, optimizer: torch.optim.Optimizer, attempts: Attempts
+    host: Host, state: TrainingState, trained: Trained, attempts: Attempts, restored: Restored
 ) -> Snapshots:
-    assert attempts.newest is not None, "it was just claimed"
-    starts_from = attempts.newest.starts_from
-    if starts_from.source is Source.SEED:
-        _check_room(host, model, optimizer)
-        return Snapshots(state, host, attempts.is_on_lineage, None)
-    snapshots = Snapshots(state, host, attempts.is_on_lineage, starts_from.checkpoint_id)
+    starts_from = restored.starts_from
+    kept = None if starts_from.source is Source.SEED else starts_from.checkpoint_id
+    copier = choose_copier(unwrap(trained.model))
+    snapshots = Snapshots(state, host, copier, attempts.is_on_lineage, kept, about=trained.about)
     snapshots.prepare()
+    if not attempts.records:
+        _check_storage_room(host, snapshots.num_bytes, trained.total_steps)
     return snapshots
 
 
-def _check_room(host: Host, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse now what would not fit after the first step, when the optimizer's state is there to be counted.
+def _check_storage_room(host: Host, shard_bytes: int, total_steps: int | None) -> None:
+    """Refuse a new job whose checkpoints are not going to fit, now that their size is known. Collective.
 
     Raises:
-        StagingTooSmall: the buffers of all ranks of this host will not fit.
+        UsageError: on every rank; rank 0 has looked.
     """
-    tensors = [value for value in model.state_dict().values() if isinstance(value, torch.Tensor)]
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    # Two moments per parameter, as Adam has; optimizers with less are overestimated, exotic ones found out later.
-    moments = 0 if _is_plain_sgd(optimizer) else 2
-    state_bytes = sum(t.nbytes for t in tensors) + moments * sum(t.nbytes for t in trained)
-    ranks = host.group.world_size
-    needed = ranks * required_bytes(state_bytes // ranks, host.settings.checkpoint.num_buffers)
-    held = sum(buffer.path.stat().st_size for buffer in host.folder.buffers())
-    available = free_bytes(host.folder.path) + held
-    if needed > available:
-        raise StagingTooSmall(str(host.settings.checkpoint.staging_dir), needed, available)
-
-
-def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)
+    checkpoint = host.settings.checkpoint
+    checkpoint_bytes = sum(host.group.gather_json(shard_bytes))
+    problem = None
+    if host.group.rank == 0:
+        try:
+            by_step = checkpoint.save_every_steps if checkpoint.save_every_seconds is None else None
+            check_storage_room(
+                host.store.root,
+                checkpoint.retention,
+                checkpoint_bytes,
+                num_steps=total_steps,
+                save_every_steps=by_step,
+            )
+        except UsageError as error:
+            problem = [error.key, error.problem]
+    problem = host.group.broadcast_json(problem)
+    if problem is not None:
+        raise UsageError(*problem)

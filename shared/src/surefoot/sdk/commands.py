@@ -212,7 +212,7 @@ class Commands:
         # Answered by all: the snapshot is then complete on every rank, as the record is going to say.
         self._host.group.gather_json(None)
         starts_from = StartsFrom(attempt=self._record.attempt, step=end.step, source=Source.STAGED)
-        here = Restored(starts_from, end.step, end.updates)
+        here = Restored(starts_from, Counters(end.step, end.updates))
         cause = f"command {command.number}: learning rate x {command.lr_factor:g}"
         rate = _rate_control(command, end.step)
         begun = self._begin(f"{cause}: {command.reason}", here, command=command.number, **rate)
@@ -236,7 +236,7 @@ class Commands:
         self._host.begin_attempt(record)
         self._snapshots.go_on_from(record.starts_from.checkpoint_id)
         self._host.report_start(record, self._total_steps, ())
-        return Begun(record, Counters(loaded.step, loaded.updates))
+        return Begun(record, loaded.counters)
 
     def _write_page(self, step: int, phase: Phase) -> None:
         record = self._record

@@ -9,6 +9,7 @@ from pathlib import Path
 from surefoot.checkpoint.attempts import AttemptLog, AttemptRecord
 from surefoot.checkpoint.drain_start import start_drain
 from surefoot.checkpoint.locks import LockedFile, holder_pid
+from surefoot.checkpoint.retention import drain_prunes
 from surefoot.checkpoint.staging_folder import StagingFolder
 from surefoot.checkpoint.store import LocalStore
 from surefoot.errors import Superseded, UsageError
@@ -35,6 +36,9 @@ class Host:
         self.settings = settings
         self.group = group
         self.folder = folder
+        # As torchrun and our launcher say it; a process of its own is the only one here.
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size))
         self._lock = _take_rank_0_lock(folder.path / "rank-0.lock") if group.rank == 0 else None
         self.store = LocalStore(job_folder(settings))
         self.page = ProgressPage.create(progress_path(folder.path, group.rank))
@@ -75,9 +79,11 @@ class Host:
 
         Once at the start, and again for each attempt that a command begins in process.
         """
+        # The start of a process ends with its first batch: one that ends before has ignored what was loaded.
+        phase = Phase.STEP if self._attempt else Phase.START
         self._attempt = record.attempt
         start_step = record.starts_from.step
-        self.page.write(attempt=record.attempt, step=start_step, start_step=start_step, phase=Phase.STEP)
+        self.page.write(attempt=record.attempt, step=start_step, start_step=start_step, phase=phase)
 
     def _watch(self) -> None:
         """Look after what may go wrong beside training, once a second on the background thread."""
@@ -125,21 +131,17 @@ class Host:
     def ensure_drain(self) -> None:
         """Start the drain when nobody drains this job's staging folder. Does something on local rank 0 only.
 
-        It outlives this process: what is staged becomes durable even when every rank is killed.
+        It outlives this process: what is staged becomes durable even when every rank is killed. Where somebody removed
+        the folder there is nothing to drain, and a drain would end as soon as it began.
         """
-        if int(os.environ.get("LOCAL_RANK", "0")) != 0 or holder_pid(self.folder.path / "drain.lock") is not None:
+        if self.local_rank != 0 or holder_pid(self.folder.path / "drain.lock") is not None:
+            return
+        if not self.folder.path.exists():
             return
         with self._drain_guard:
             if _is_child_running(self._drain_pid):
                 return  # it has not come to its lock yet
-            spec = self.settings.spec
-            self._drain_pid = start_drain(
-                staging=self.folder.path,
-                storage=spec.storage,
-                job=spec.job,
-                events=spec.events_path,
-                log=spec.job_run_dir / "logs" / "drain.log",
-            )
+            self._drain_pid = start_drain(self.settings.spec, self.folder.path, prune=drain_prunes(os.environ))
 
     def close(self) -> None:
         """Hand over the last events and let go of the session lock. Idempotent."""

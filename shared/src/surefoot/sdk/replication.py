@@ -1,4 +1,6 @@
-"""DistributedDataParallel, set up so that a resumed run is bit-equal to one that never stopped."""
+"""How the ranks come to one gradient: DistributedDataParallel, set up so that a resumed run is bit-equal to one that
+never stopped, or FSDP2, which the script has applied itself.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,9 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from surefoot.errors import UsageError
+from surefoot.sdk.sharding import is_fsdp, is_sharded
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -24,14 +29,21 @@ def is_replicated(model: nn.Module) -> bool:
 
 
 def replicate(model: nn.Module, world_size: int, *, init_sync: bool) -> nn.Module:
-    """Return the model wrapped in DDP where there are other ranks and the script has not wrapped it.
+    """Return the model wrapped in DDP where there are other ranks and the script has not made it a parallel one.
 
     Args:
-        model: The script's model, plain or already wrapped.
+        model: The script's model, plain, already wrapped, or sharded by `fully_shard`.
         world_size: Number of ranks.
-        init_sync: Send rank 0's weights to the others; not needed when a checkpoint is loaded afterwards.
+        init_sync: Send rank 0's weights to the others; not needed when a checkpoint is loaded afterwards. A sharded
+            model is the script's to initialise.
+
+    Raises:
+        UsageError: it is sharded in a way that is not data-parallel over all ranks.
     """
     if world_size == 1 or isinstance(model, DistributedDataParallel):
+        return model
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        _check_data_parallel(model, world_size)
         return model
     device = next(model.parameters()).device
     ids = [device.index] if device.type == "cuda" else None
@@ -76,6 +88,35 @@ def rehearse(model: nn.Module, world_size: int) -> None:
 
 
 def set_gradient_sync(model: nn.Module, *, enabled: bool) -> None:
-    """Switch DDP's all-reduce on for the last micro-batch of a step only. Call before its forward."""
+    """Let the ranks reduce gradients in the last micro-batch of a step only. Call before its forward."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = enabled
+        return
+    inner = unwrap(model)
+    if is_fsdp(inner):
+        inner.set_requires_gradient_sync(enabled)
+
+
+def _check_data_parallel(model: nn.Module, world_size: int) -> None:
+    """Refuse a sharded model whose gradients are not averaged over all ranks.
+
+    A session gives every rank samples of its own; the ranks of a tensor-parallel group would have to get the same.
+
+    Raises:
+        UsageError: names the first parameter that is not data-parallel.
+    """
+    if not is_fsdp(unwrap(model)):
+        raise UsageError("model", "has DTensor parameters, so fully_shard must have been applied to all of it")
+    for name, parameter in model.named_parameters():
+        if not is_sharded(parameter):
+            if parameter.requires_grad:
+                raise UsageError("model", f"parameter {name} is not sharded, so nobody would average its gradient")
+            continue
+        mesh, placements = parameter.device_mesh, parameter.placements
+        is_hybrid = mesh.ndim == 2 and placements[0].is_replicate()
+        if mesh.size() != world_size or not (mesh.ndim == 1 or is_hybrid):
+            raise UsageError(
+                "model",
+                f"parameter {name} is placed as {placements} over {mesh.size()} of {world_size} ranks; FSDP2 and HSDP "
+                "over all ranks are allowed",
+            )

@@ -81,6 +81,7 @@ class Reporter:
             try:
                 if event is not None:
                     self._sink.emit(event)
+                    event = None  # handed over: a watch that fails is no reason to send or count it again
                 if time.monotonic() >= next_watch:
                     next_watch = time.monotonic() + 1.0
                     self._every_second()

@@ -6,24 +6,19 @@ as RestoreFellBack, and the next older one is tried.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from surefoot.checkpoint.attempts import AttemptRecord, Source, StartsFrom
-from surefoot.checkpoint.catalog import list_committed, read_manifest, read_scalars, read_shard
+from surefoot.checkpoint.catalog import list_committed
 from surefoot.checkpoint.ids import CheckpointId
-from surefoot.checkpoint.layout import ShardLayout
 from surefoot.checkpoint.lineage import candidates
-from surefoot.checkpoint.staging_header import BufferState
 from surefoot.errors import CheckpointError, DamagedCheckpoint, NoUsableCheckpoint, UsageError
 from surefoot.events import RestoreFellBack
 from surefoot.sdk.host import Host
-from surefoot.sdk.snapshot import tensor_over
+from surefoot.sdk.opening import open_committed, open_staged, read_patiently
 from surefoot.sdk.state import TrainingState
+from surefoot.sdk.trained import Counters
 
 
 class Candidate(NamedTuple):
@@ -38,16 +33,16 @@ class Restored(NamedTuple):
 
     Attributes:
         starts_from: For the attempt record.
-        step: Global batches completed.
-        updates: Optimizer updates taken.
+        counters: How far training was.
     """
 
     starts_from: StartsFrom
-    step: int
-    updates: int
+    counters: Counters
 
-
-SEED = Restored(StartsFrom(attempt=0, step=0, source=Source.SEED), 0, 0)
+    @classmethod
+    def from_seed(cls) -> Restored:
+        """Return the beginning of a job."""
+        return cls(StartsFrom(attempt=0, step=0, source=Source.SEED), Counters())
 
 
 def find_candidates(host: Host, records: Mapping[int, AttemptRecord]) -> list[Candidate]:
@@ -61,7 +56,7 @@ def find_candidates(host: Host, records: Mapping[int, AttemptRecord]) -> list[Ca
     mine = {
         "staged": [list(i) for i, snapshot in snapshots.items() if snapshot.complete],
         "unknown": [list(i) for i in snapshots if i.attempt > newest],
-        "committed": [list(i) for i in list_committed(host.store)],
+        "committed": [list(i) for i in read_patiently(lambda: list_committed(host.store))],
     }
     reports = host.group.gather_json(mine)
     found = rank_candidates(
@@ -89,8 +84,8 @@ def find_candidates(host: Host, records: Mapping[int, AttemptRecord]) -> list[Ca
 
 def start_over(host: Host) -> list[Candidate]:
     """Forget what is staged, since attempt and step of a new beginning must not meet older ones. Collective."""
-    if host.group.rank == 0:
-        host.folder.remove_buffers_from(0, lambda _: False)
+    if host.local_rank == 0:  # each host has a folder of its own
+        host.folder.remove_surplus(0, 0)
     host.group.gather_json(None)
     return []
 
@@ -127,16 +122,13 @@ def restore(host: Host, state: TrainingState, found: Sequence[Candidate]) -> Res
     """
     for candidate in found:
         scalars, problem = _try_load(host, state, candidate)
-        problems = [p for p in host.group.gather_json(problem) if p is not None]
-        misuse = next((p for p in problems if p["key"]), None)
-        if misuse is not None:
-            raise UsageError(misuse["key"], misuse["reason"])
-        if not problems:
-            starts_from = StartsFrom(
-                attempt=candidate.id.attempt, step=candidate.id.step, source=candidate.source
-            )
-            return Restored(starts_from, scalars["step"], scalars["updates"])
-        _report_fall_back(host, candidate, problems[0])
+        worst = worst_of(host.group.gather_json(problem))
+        if worst is not None and worst["key"]:
+            raise UsageError(worst["key"], worst["reason"])
+        if worst is None:
+            starts_from = StartsFrom(attempt=candidate.id.attempt, step=candidate.id.step, source=candidate.source)
+            return Restored(starts_from, Counters.from_scalars(scalars))
+        _report_fall_back(host, candidate, worst)
     tried = ", ".join(f"{c.source.lower()} step {c.id.step} of attempt {c.id.attempt}" for c in found)
     raise NoUsableCheckpoint(
         f"{host.store}: nothing could be restored (tried {tried}); the reasons are in "
@@ -144,21 +136,36 @@ def restore(host: Host, state: TrainingState, found: Sequence[Candidate]) -> Res
     )
 
 
-def _try_load(
-    host: Host, state: TrainingState, candidate: Candidate
-) -> tuple[dict[str, Any], dict[str, str] | None]:
+def _try_load(host: Host, state: TrainingState, candidate: Candidate) -> tuple[dict[str, Any], dict[str, str] | None]:
     """Load a candidate; return its scalars and, when it failed, why."""
-    opener = _open_staged if candidate.source is Source.STAGED else open_committed
+    opener = open_staged if candidate.source is Source.STAGED else open_committed
     try:
         with opener(host, candidate.id) as (tensors, scalars):
             state.restore(tensors, scalars["state"])
             return scalars, None
-    except UsageError as error:
-        return {}, {"key": error.key, "reason": error.problem, "file": ""}
-    except DamagedCheckpoint as error:
-        return {}, {"key": "", "reason": error.reason, "file": error.path}
-    except (CheckpointError, OSError) as error:
-        return {}, {"key": "", "reason": str(error), "file": ""}
+    except (UsageError, CheckpointError, OSError) as error:
+        return {}, describe_problem(error)
+
+
+def describe_problem(error: UsageError | CheckpointError | OSError) -> dict[str, str]:
+    """Return why something cannot be loaded, as JSON for the other ranks.
+
+    Keys: `reason`; `key`, the argument of `attach` that it does not fit, or empty; `file`, what is damaged, or empty.
+    """
+    if isinstance(error, UsageError):
+        return {"key": error.key, "reason": error.problem, "file": ""}
+    if isinstance(error, DamagedCheckpoint):
+        return {"key": "", "reason": error.reason, "file": error.path}
+    if isinstance(error, OSError):
+        # Not its fault: it stays where it is, and may be what the next start begins from.
+        return {"key": "", "reason": f"cannot be read and is left in place: {error}", "file": ""}
+    return {"key": "", "reason": str(error), "file": ""}
+
+
+def worst_of(problems: Sequence[dict[str, str] | None]) -> dict[str, str] | None:
+    """Return the problem to act on when ranks have several: damage, which somebody must look into, before others."""
+    found = [problem for problem in problems if problem is not None]
+    return next((problem for problem in found if problem["file"]), found[0] if found else None)
 
 
 def _report_fall_back(host: Host, candidate: Candidate, problem: dict[str, str]) -> None:
@@ -177,68 +184,3 @@ def _report_fall_back(host: Host, candidate: Candidate, problem: dict[str, str])
             reason=" ".join(filter(None, (problem["file"], problem["reason"]))),
         )
     )
-
-
-@contextmanager
-def _open_staged(host: Host, checkpoint_id: CheckpointId) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]]]:
-    """Give the tensors of a staged snapshot, as views, while its buffers are locked against refilling."""
-    snapshot = host.folder.scan().get(checkpoint_id)
-    if snapshot is None or not snapshot.complete:
-        raise CheckpointError("the staged snapshot is gone")
-    with ExitStack() as stack:
-        shards: list[memoryview] = []
-        scalars: dict[str, Any] = {}
-        for rank, part in snapshot.parts.items():
-            header = stack.enter_context(part.buffer.lock_shared())
-            if header is None or header.state is not BufferState.READY or header.sequence != part.header.sequence:
-                raise CheckpointError(f"the staged snapshot of rank {rank} changed while it was opened")
-            shards.append(part.buffer.shard[: header.shard_bytes])
-            if rank == 0:
-                scalars = decode_scalars(part.buffer.scalars())
-        yield _tensors_of(shards), scalars
-
-
-@contextmanager
-def open_committed(host: Host, checkpoint_id: CheckpointId) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]]]:
-    """Give the tensors of a committed checkpoint, in memory of our own; every byte was checked against its checksum.
-
-    Raises:
-        DamagedCheckpoint: a file is missing or not as it was written.
-        CheckpointError: it cannot be used.
-        OSError: the disk fails.
-    """
-    manifest = read_manifest(host.store, checkpoint_id, host.settings.spec.job)
-    shards = [read_shard(host.store, manifest, rank) for rank in range(manifest.world_size)]
-    yield _tensors_of(shards), read_scalars(host.store, checkpoint_id)
-
-
-def decode_scalars(scalars: bytes) -> dict[str, Any]:
-    """Return what rank 0 staged beside its tensors.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    try:
-        data = json.loads(scalars)
-    except ValueError as error:  # not UTF-8, or not JSON
-        raise CheckpointError(f"the staged scalars cannot be understood: {error}") from None
-    if not isinstance(data, dict) or not {"step", "updates", "state"} <= data.keys():
-        raise CheckpointError("the staged scalars are not complete")
-    return data
-
-
-def _tensors_of(shards: Sequence[memoryview]) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint by name, tied names included, as views of the shards."""
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    for shard in shards:
-        try:
-            layout = ShardLayout.parse(shard)
-        except ValueError as error:
-            raise CheckpointError(f"a shard cannot be understood: {error}") from None
-        aliases |= layout.aliases
-        for entry in layout.entries:
-            if entry.global_shape is not None and entry.global_shape != entry.shape:
-                raise CheckpointError(f"{entry.name} is one part of a sharded tensor; this version loads whole ones")
-            tensors[entry.name] = tensor_over(layout.tensor_view(shard, entry.name), entry)
-    return tensors | {name: tensors[stored] for name, stored in aliases.items()}

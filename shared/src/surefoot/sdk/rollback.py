@@ -3,12 +3,12 @@
 A roll-back is a restart without the restart: the same state is loaded by the same code, and the attempt that begins
 is told from one of a fresh process only by its cause. What keeps it exact:
 
-- Parameters are written in place, so DDP keeps its gradient buckets: those that a fresh process rehearses for (see
-  `replication.rehearse`). Optimizer state is made anew, as at a start. RNG is a function of the step; batches are
-  functions of the position.
-- All ranks do it or none does. The target is read, verified and compared with model and optimizer on every rank
-  before anything is changed on any. Only an object of the user's that refuses its state is found out later; then all
-  ranks go back to the newest state that is left.
+- Parameters and optimizer state are written in place, so DDP keeps its gradient buckets: those that a fresh process
+  rehearses for (see `replication.rehearse`). RNG is a function of the step; batches are functions of the position.
+- All ranks do it or none does. The target is compared with model and optimizer on every rank, and each of its bytes is
+  verified by some rank, before anything is changed on any. It is verified again while it is loaded. What is found out
+  only then, storage that fails in between or an object of the user's that refuses its state, sends all ranks back to
+  the newest state that is left.
 - The record is claimed after the state is loaded, and no step follows before it is. A rank that dies before the claim
   leaves the old attempt, and the restart goes on from its newest snapshot; one that dies after it leaves the new
   attempt, and the restart goes on from the target.
@@ -18,21 +18,21 @@ is told from one of a fresh process only by its cause. What keeps it exact:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
-
 from surefoot.checkpoint.attempts import SkipWindow, Source, StartsFrom
-from surefoot.checkpoint.catalog import list_committed
+from surefoot.checkpoint.catalog import list_committed, read_manifest
 from surefoot.checkpoint.ids import CheckpointId
-from surefoot.errors import CheckpointError, DamagedCheckpoint, UsageError
+from surefoot.errors import CheckpointError, UsageError
 from surefoot.faultpoints import reach
 from surefoot.sdk.attempts import Attempts
 from surefoot.sdk.data.order import position
 from surefoot.sdk.host import Host
-from surefoot.sdk.restore import Restored, open_committed
+from surefoot.sdk.opening import open_committed, read_patiently, verify_share
+from surefoot.sdk.restore import Restored, describe_problem, worst_of
 from surefoot.sdk.state import TrainingState
+from surefoot.sdk.trained import Counters
 
 
 class Refusal(Exception):
@@ -59,44 +59,47 @@ def load_committed(host: Host, state: TrainingState, target: CheckpointId) -> Re
 
     Raises:
         Refusal: some rank cannot read it, or it does not fit; nothing was changed.
-        HalfLoaded: an object of the user's refused its state.
+        HalfLoaded: an object of the user's refused its state, or storage failed since it was verified.
     """
-    tensors, scalars, problem = _read(host, state, target)
-    problems = [p for p in host.group.gather_json(problem) if p is not None]
-    if problems:
-        damaged = next((p for p in problems if p["file"]), None)
-        if damaged is not None and host.group.rank == 0:
-            # Ranks never change storage: the drain looks for itself and moves it to quarantine.
-            host.folder.write_report(target, damaged["file"], damaged["reason"])
-        reason = (damaged or problems[0])["reason"]
+    worst = worst_of(host.group.gather_json(_find_problem(host, state, target)))
+    if worst is not None:
+        _report_damage(host, target, worst)
+        reason = ": ".join(filter(None, (worst["key"] or worst["file"], worst["reason"])))
         raise Refusal(f"step {target.step} of attempt {target.attempt} cannot be loaded: {reason}")
-    refused = None
+    problem: dict[str, str] | None = None
+    scalars: dict[str, Any] = {}
     try:
-        state.restore(tensors, scalars["state"])
-    except UsageError as error:
-        refused = str(error)
+        with open_committed(host, target) as (tensors, scalars):
+            state.restore(tensors, scalars["state"])
+    except (UsageError, CheckpointError, OSError) as error:
+        problem = describe_problem(error)
     reach("rollback.loaded")
-    refusals = [r for r in host.group.gather_json(refused) if r is not None]
-    if refusals:
-        raise HalfLoaded(refusals[0])
+    worst = worst_of(host.group.gather_json(problem))
+    if worst is not None:
+        _report_damage(host, target, worst)
+        raise HalfLoaded(": ".join(filter(None, (worst["key"] or worst["file"], worst["reason"]))))
     starts_from = StartsFrom(attempt=target.attempt, step=target.step, source=Source.COMMITTED)
-    return Restored(starts_from, scalars["step"], scalars["updates"])
+    return Restored(starts_from, Counters.from_scalars(scalars))
 
 
-def _read(
-    host: Host, state: TrainingState, target: CheckpointId
-) -> tuple[Mapping[str, Tensor], dict[str, Any], dict[str, str] | None]:
-    """Return the target, whole and verified, in memory of our own; or what is wrong with it."""
+def _find_problem(host: Host, state: TrainingState, target: CheckpointId) -> dict[str, str] | None:
+    """Return why this rank cannot load the target, None: it can. Looks at every byte of its share of the shards."""
     try:
-        if target not in list_committed(host.store):
-            return {}, {}, {"reason": "there is no such checkpoint on storage", "file": ""}
+        if target not in read_patiently(lambda: list_committed(host.store)):
+            raise CheckpointError("there is no such checkpoint on storage")
         with open_committed(host, target) as (tensors, scalars):
             state.check(tensors, scalars["state"])
-            return tensors, scalars, None
-    except DamagedCheckpoint as error:
-        return {}, {}, {"reason": str(error), "file": error.path}
+        manifest = read_patiently(lambda: read_manifest(host.store, target, host.settings.spec.job))
+        verify_share(host, manifest)
     except (UsageError, CheckpointError, OSError) as error:
-        return {}, {}, {"reason": str(error), "file": ""}
+        return describe_problem(error)
+    return None
+
+
+def _report_damage(host: Host, target: CheckpointId, problem: dict[str, str]) -> None:
+    if problem["file"] and host.group.rank == 0:
+        # Ranks never change storage: the drain looks for itself and moves it to quarantine.
+        host.folder.write_report(target, problem["file"], problem["reason"])
 
 
 def with_new_windows(

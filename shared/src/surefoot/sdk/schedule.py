@@ -14,10 +14,14 @@ class SaveSchedule:
         spec: The intervals.
         total_steps: The last step, which is always saved; None: not known.
         now: CLOCK_MONOTONIC; the first interval begins here.
+
+    Attributes:
+        save_every_seconds: None: never by time. `auto` is never too, until `AutoSave` sets an interval.
     """
 
     def __init__(self, spec: CheckpointSpec, total_steps: int | None, now: float | None = None) -> None:
         self._spec = spec
+        self.save_every_seconds = None if spec.save_every_seconds == "auto" else spec.save_every_seconds
         self._total_steps = total_steps
         self._saved_at = time.monotonic() if now is None else now
         self._requests_served: int | None = None
@@ -26,9 +30,13 @@ class SaveSchedule:
 
     def wants_snapshot(self, step: int) -> bool:
         """Return whether the state after `step` may go into a buffer; the same answer on every rank."""
-        every = self._spec.snapshot_every_steps
         # Without per-step snapshots any step may become a save, by time or on request, which only rank 0 knows.
-        return every == 0 or step % every == 0 or self._is_save_step(step)
+        return self.only_saves or self.is_snapshot_step(step) or self._is_save_step(step)
+
+    def is_snapshot_step(self, step: int) -> bool:
+        """Return whether the state after `step` is copied even if nobody wants to save it."""
+        every = self._spec.snapshot_every_steps
+        return every > 0 and step % every == 0
 
     @property
     def only_saves(self) -> bool:
@@ -51,7 +59,7 @@ class SaveSchedule:
         if self._requests_served is None:
             self._requests_served = save_requests  # asked for before this attempt: served or moot
         self._requests_seen = save_requests
-        every = self._spec.save_every_seconds
+        every = self.save_every_seconds
         by_time = every is not None and now - self._saved_at >= every
         requested = save_requests > self._requests_served
         return stop or by_time or requested or self._owed or self._is_save_step(step)

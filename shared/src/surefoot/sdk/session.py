@@ -24,16 +24,18 @@ from surefoot.errors import UsageError
 from surefoot.events import TimelineMark
 from surefoot.progress import Phase
 from surefoot.sdk import rng
+from surefoot.sdk.auto_save import AutoSave
 from surefoot.sdk.collectives import StepRecord
 from surefoot.sdk.commands import Begun, Commands, StepEnd
 from surefoot.sdk.data.device import to_device
 from surefoot.sdk.data.loader import Loader
 from surefoot.sdk.data.order import MicroBatch
 from surefoot.sdk.host import Host
+from surefoot.sdk.loaded import LoadedState
 from surefoot.sdk.replication import is_replicated, set_gradient_sync
 from surefoot.sdk.schedule import SaveSchedule
 from surefoot.sdk.snapshot import Snapshots
-from surefoot.sdk.step_report import report_step
+from surefoot.sdk.step_report import mean_loss, report_step
 from surefoot.sdk.trained import Counters, Trained
 from surefoot.sdk.update import Updater
 
@@ -60,7 +62,9 @@ class Session:
         loader: Loader,
         snapshots: Snapshots,
         commands: Commands,
+        loaded: LoadedState | None,
         seed: int,
+        num_failures: int,
     ) -> None:
         self._trained = trained
         self._host = host
@@ -69,9 +73,13 @@ class Session:
         self._loader = loader
         self._snapshots = snapshots
         self._commands = commands
+        self._loaded = loaded
         self._updater = Updater(trained)
         self._seed = seed
         self._schedule = SaveSchedule(host.settings.checkpoint, trained.total_steps)
+        self._auto_save: AutoSave | None = None
+        if host.settings.checkpoint.save_every_seconds == "auto" and host.group.rank == 0:
+            self._auto_save = AutoSave(host, snapshots, self._schedule, num_failures)
         self._device = next(trained.model.parameters()).device
         self._batch: MicroBatch | None = None
         self._batch_done = True
@@ -88,7 +96,7 @@ class Session:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model to call in the loop (wrapped in DDP where there are other ranks)."""
+        """The model to call in the loop (wrapped in DDP where there are other ranks and it is not sharded)."""
         return self._trained.model
 
     @property
@@ -160,6 +168,7 @@ class Session:
     def evaluating(self) -> Iterator[None]:
         """Say that what runs inside is evaluation, which has a time limit of its own (`hang.eval_seconds`)."""
         self._host.page.beat(Phase.EVAL)
+        self._snapshots.finish()  # the next step may be far away
         yield
         self._host.page.beat(Phase.STEP)
 
@@ -172,6 +181,11 @@ class Session:
         return self._stopped or (total is not None and self._counters.step >= total)
 
     def _begin(self, micro_batch: MicroBatch) -> None:
+        if self._batch is None:
+            self._host.page.beat(Phase.STEP)
+        if self._loaded is not None:
+            self._loaded.check()
+            self._loaded = None
         self._batch = micro_batch
         self._batch_done = False
         self._forward_seen = not is_replicated(self._trained.model)
@@ -208,6 +222,7 @@ class Session:
         step = self._counters.step + 1
         # One host sync: loss and gradient norm together.
         loss_sum, grad_norm = torch.stack([self._loss_sum, self._updater.clip().double()]).tolist()
+        self._snapshots.finish()  # that of the step before; the exchange then says so to all
         # Settled before the exchange: a command that comes with it counts from the next step on.
         wants_snapshot = self._schedule.wants_snapshot(step) or self._commands.wants_snapshot
         records = self._exchange(step, loss_sum, grad_norm, wants_snapshot=wants_snapshot)
@@ -216,8 +231,10 @@ class Session:
         factor = self._record.lr_factor_at(step)
         learning_rate = self._updater.update(factor) if finite else self._updater.skip(factor)
         self._learning_rate = learning_rate
-        self._counters.step = step
-        self._counters.updates += finite
+        step_seconds = max(record.step_seconds for record in records)
+        self._counters.complete_step(updated=finite, seconds=step_seconds, loss=mean_loss(records))
+        if self._auto_save is not None:
+            self._auto_save.add_step(self.attempt, self._counters, step_seconds)
         self._stopped = any(record.stop for record in records)
         end = self._take_snapshot(records, wants_snapshot=wants_snapshot)
         self._write_page(Phase.STEP)
@@ -226,6 +243,8 @@ class Session:
         self._report(records, grad_norm, learning_rate)
         self._loss_sum.zero_()
         self._num_samples = 0
+        if self._commands.wants_snapshot:
+            self._snapshots.finish()  # a command may start from it, or load another state over it
         begun = self._commands.carry_out(end)
         if begun is not None:
             self._go_on(begun)
@@ -257,21 +276,28 @@ class Session:
     def _take_snapshot(self, records: list[StepRecord], *, wants_snapshot: bool) -> StepEnd:
         step = self._counters.step
         is_last = self._stopped or self._is_finished()
-        save = bool(records[0].save) or is_last
+        # Without per-step snapshots what a command starts from is saved too: it must not stay in the way of saves.
+        only_for_command = self._schedule.only_saves and self._commands.wants_snapshot
+        save = bool(records[0].save) or is_last or only_for_command
         taken = False
-        if self._schedule.only_saves and not save and not self._commands.wants_snapshot:
+        if self._schedule.only_saves and not save:
             self._snapshots.give_back()
+            self._schedule.missed(step, save=False)
             return StepEnd(step, self._counters.updates, has_snapshot=False, is_saved=False, is_last=False)
         if is_last:
             # The last state must not be lost for want of a buffer; this is no longer the training path.
             self._host.page.beat(Phase.SAVE)
             self._snapshots.wait_for_buffer()
+        started = time.monotonic()
         if is_last or (wants_snapshot and all(record.can_snapshot for record in records)):
-            taken = self._snapshots.take(CheckpointId(self.attempt, step), self._counters.updates, persist=save)
+            taken = self._snapshots.take(CheckpointId(self.attempt, step), self._counters, persist=save)
         elif wants_snapshot:
             self._snapshots.release(step, persist=save)
         if save and taken:
-            self._schedule.saved(time.monotonic())
+            now = time.monotonic()
+            self._schedule.saved(now)
+            if self._auto_save is not None:
+                self._auto_save.add_save(step, now - started)
         elif is_last or wants_snapshot:
             self._schedule.missed(step, save=save)
         return StepEnd(step, self._counters.updates, has_snapshot=taken, is_saved=save and taken, is_last=is_last)
@@ -279,6 +305,7 @@ class Session:
     def _go_on(self, begun: Begun) -> None:
         """Continue as the attempt that a command began. The loop notices nothing but another batch."""
         came_back = begun.counters.step < self._counters.step
+        begun.counters.went_on_from(self._counters)
         self._record, self._counters = begun.record, begun.counters
         if came_back:
             # What was fetched ahead is of other steps; the loader's workers live on. With the present state all stays.
@@ -330,6 +357,7 @@ class Session:
         # What was restored from memory is not on storage yet, unless it was on its way there.
         starts_from = self._record.starts_from
         if self._counters.step > starts_from.step or starts_from.source is Source.STAGED:
-            self._snapshots.close(CheckpointId(self.attempt, self._counters.step), self._counters.updates)
+            self._snapshots.close(CheckpointId(self.attempt, self._counters.step), self._counters)
+        self._snapshots.let_go()
         self._host.close()
         self._host.page.beat(Phase.DONE)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surefoot.checkpoint.attempts import RESTART_CAUSE_PREFIX
 from surefoot.errors import UsageError
 from surefoot.spec import (
     CAUSE_ENVIRONMENT_KEY,
@@ -70,7 +71,7 @@ def resolve(arguments: Mapping[str, Any], environment: Mapping[str, str] = os.en
 
 def _cause_under_torchrun(environment: Mapping[str, str]) -> str:
     restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return "started by the user" if restarts == "0" else f"restart {restarts} by torchrun"
+    return "started by the user" if restarts == "0" else f"{RESTART_CAUSE_PREFIX}number {restarts}, by torchrun"
 
 
 def default_job_name() -> str:

@@ -1,93 +1,99 @@
 """Copying the state after a step into staging memory, where it outlives this process.
 
-With DDP every rank holds everything, so each stages only its share of the tensors, and the shares of all ranks make
-one snapshot. The layout is computed once per attempt; a snapshot is then a list of copies.
+A snapshot is begun at the end of its step and complete, at the latest, before the ranks' exchange of the next one: so
+the last snapshot is complete on all ranks as soon as an exchange has succeeded, and no update meets a running copy.
+Tensors in host memory are copied at once; for those of a device see `copying`.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from surefoot.checkpoint.drain_start import drain_log
 from surefoot.checkpoint.ids import CheckpointId, folder_name
-from surefoot.checkpoint.layout import ShardLayout, TensorSpec, assign, plan_digest
 from surefoot.checkpoint.manifest import MANIFEST_FILE
 from surefoot.checkpoint.staging import SCALARS_CAPACITY_BYTES, StagingBuffer, choose_buffer
-from surefoot.checkpoint.staging_header import BufferState
 from surefoot.errors import CheckpointError, UsageError
 from surefoot.events import CheckpointStaged, SnapshotSkipped
+from surefoot.sdk.buffers import make_buffers
+from surefoot.sdk.copying import Copier, Copy
 from surefoot.sdk.host import Host
-from surefoot.sdk.state import DTYPE_NAMES, DTYPES, TrainingState
+from surefoot.sdk.shard_plan import ShardPlan, make_plan, signature
+from surefoot.sdk.state import TrainingState
+from surefoot.sdk.trained import Counters
 
 _POLL_SECONDS = 0.005
 DURABLE_TIMEOUT_SECONDS = 600.0
 
 
-Signature = list[tuple[str, torch.dtype, torch.Size]]
-
-
-@dataclass
-class _Plan:
-    """Which tensors this rank stages, and where they lie in its shard.
+@dataclass(frozen=True)
+class _Filling:
+    """A snapshot under way.
 
     Attributes:
-        signature: Name, dtype and shape of every tensor of all ranks; another one needs another plan.
-        layout: Of this rank's shard.
-        targets: For each buffer, views of its memory in the order of `layout.entries`.
+        buffer: Where it goes.
+        id: What it is.
+        shard_bytes: Length of this rank's part.
+        persist: Make it durable.
+        pending: What is being copied, with torch's count of changes in place of each source when that began.
+        seconds: Training has stood still for it so long.
     """
 
-    signature: Signature
-    layout: ShardLayout
-    targets: dict[StagingBuffer, list[Tensor]] = field(default_factory=dict)
-
-    def target_views(self, buffer: StagingBuffer) -> list[Tensor]:
-        """Return tensors over the buffer's memory to copy into; made once per buffer."""
-        if buffer not in self.targets:
-            shard = buffer.shard
-            self.layout.write_header(shard)
-            self.targets[buffer] = [
-                tensor_over(self.layout.tensor_view(shard, entry.name), entry) for entry in self.layout.entries
-            ]
-        return self.targets[buffer]
+    buffer: StagingBuffer
+    id: CheckpointId
+    shard_bytes: int
+    persist: bool
+    pending: Sequence[tuple[Copy, int]]
+    seconds: float
 
 
 class Snapshots:
     """This rank's staging buffers. Main thread of the rank only.
 
-    Per step: `reserve` before the ranks' exchange, then `take` or `release` after it.
+    Per step: `finish` and `reserve` before the ranks' exchange, then `take` or `release` after it.
 
     Args:
         state: What to copy.
         host: Where to.
+        copier: How.
         is_on_lineage: Whether a snapshot is on the lineage of this attempt; its answers follow the attempt when another
             one begins in process, so that buffers with steps gone back over are free at once.
         restored: The snapshot that this attempt starts from when it lies in staging; it stays until there is a newer
             one that is complete on all ranks.
+        about: What does not change, for the scalars of every snapshot.
     """
 
     def __init__(
         self,
         state: TrainingState,
         host: Host,
+        copier: Copier,
         is_on_lineage: Callable[[CheckpointId], bool],
         restored: CheckpointId | None,
+        *,
+        about: Mapping[str, Any],
     ) -> None:
         self._state = state
         self._host = host
+        self._copier = copier
         self._is_on_lineage = is_on_lineage
+        self._about = about
         # All ranks take the same snapshots, so the last one taken here is complete on every rank as soon as the
         # next exchange has succeeded. Nothing is overwritten before that: `reserve` only takes the lock.
         self._last = restored
         self._last_durable: CheckpointId | None = None
         self._buffers: list[StagingBuffer] = []
-        self._plan: _Plan | None = None
+        self._plan: ShardPlan | None = None
         self._reserved: StagingBuffer | None = None
+        self._filling: _Filling | None = None
         self._num_skipped = 0
         self._num_taken = 0
 
@@ -99,19 +105,28 @@ class Snapshots:
         Args:
             checkpoint_id: What the attempt starts from; kept while it lies in staging, as at a start.
         """
+        self.finish()
         self._last = checkpoint_id
         self._last_durable = None
         self.prepare()
 
+    def prepare(self) -> None:
+        """Lay out and allocate for all that the state is going to hold, so that no step has to. Collective.
+
+        Raises:
+            StagingTooSmall: on every rank, when it does not fit on some host.
+        """
+        self._lay_out(self._state.foresee())
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of this rank's part of a checkpoint; 0 before `prepare`."""
+        return 0 if self._plan is None else self._plan.layout.shard_bytes
+
     def reserve(self) -> bool:
         """Take a free buffer for the step about to end; False when there is none. Never waits."""
-        if not self._buffers:
-            # Before the first snapshot of a new job the optimizer has no state yet, so its size is not known.
-            return True
-        return self._reserve_one()
-
-    def _reserve_one(self) -> bool:
-        keep = set() if self._last is None else {self._last}
+        # With one buffer a save is durable before the next begins: until then `choose_buffer` sees it waiting.
+        keep = set() if self._last is None or len(self._buffers) == 1 else {self._last}
         self._reserved = choose_buffer(self._buffers, keep, self._is_on_lineage)
         return self._reserved is not None
 
@@ -144,13 +159,12 @@ class Snapshots:
         """
         self._wait(lambda: self._reserved is not None or self.reserve(), "a free staging buffer")
 
-    @torch.no_grad()
-    def take(self, checkpoint_id: CheckpointId, updates: int, *, persist: bool) -> bool:
-        """Copy the state into the reserved buffer. Collective when the set of tensors has changed.
+    def take(self, checkpoint_id: CheckpointId, counters: Counters, *, persist: bool) -> bool:
+        """Begin to copy the state into the reserved buffer. Collective when the set of tensors has changed.
 
         Args:
             checkpoint_id: What the state is.
-            updates: Optimizer updates taken so far.
+            counters: How far training is.
             persist: Make it durable as well.
 
         Returns:
@@ -164,67 +178,98 @@ class Snapshots:
         if not self._make_plan(tensors):
             self.release(checkpoint_id.step, persist=persist)
             return False
-        plan, buffer, self._reserved = self._plan, self._reserved, None
-        assert plan is not None
+        buffer, plan = self._begin(checkpoint_id, persist=persist)
+        if self._host.group.rank == 0:
+            saved_at = datetime.now(UTC).isoformat()
+            document = {**counters.to_scalars(), "state": scalars, "saved_at": saved_at, **self._about}
+            buffer.write_scalars(self._encode(document))
+        copies = self._copies(plan, buffer, tensors)
+        complete = self._copier.start(copies)
+        pending = () if complete else [(copy, _version(copy.source)) for copy in copies if copy.may_wait]
+        seconds = time.monotonic() - started
+        self._filling = _Filling(buffer, checkpoint_id, plan.layout.shard_bytes, persist, pending, seconds)
+        if complete:
+            self.finish()
+        self._taken(checkpoint_id)
+        if persist:
+            self._last_durable = checkpoint_id
+        return True
+
+    def _begin(self, checkpoint_id: CheckpointId, *, persist: bool) -> tuple[StagingBuffer, ShardPlan]:
+        buffer, self._reserved = self._reserved, None
         assert buffer is not None, "reserve() came first"
+        assert self._plan is not None
         filling = buffer.begin_fill(
             checkpoint_id,
             world_size=self._host.group.world_size,
             rank=self._host.group.rank,
             persist=persist,
-            plan_digest=plan.layout.plan_digest,
+            plan_digest=self._plan.layout.plan_digest,
+            local_world_size=self._host.local_world_size,
         )
         assert filling, "the reservation is the lock"
-        for target, entry in zip(plan.target_views(buffer), plan.layout.entries, strict=True):
-            target.copy_(tensors[entry.name])
-        if self._host.group.rank == 0:
-            document = {"step": checkpoint_id.step, "updates": updates, "state": scalars}
-            document["saved_at"] = datetime.now(UTC).isoformat()
-            buffer.write_scalars(self._encode(document))
-        buffer.commit(plan.layout.shard_bytes)
-        self._taken(checkpoint_id)
-        if persist:
-            self._last_durable = checkpoint_id
+        return buffer, self._plan
+
+    def _copies(self, plan: ShardPlan, buffer: StagingBuffer, tensors: dict[str, Tensor]) -> list[Copy]:
+        may_wait = [self._state.changes_only_in_update(entry.name) for entry in plan.layout.entries]
+        return list(map(Copy, plan.targets(buffer), plan.sources(tensors), may_wait))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Return when the snapshot under way is complete; free when there is none.
+
+        Called before the ranks' exchange of the next step, and before anything else that changes the state.
+        """
+        filling, self._filling = self._filling, None
+        if filling is None:
+            return
+        began = time.monotonic()
+        self._copier.wait()
+        for copy, version in filling.pending:
+            if _version(copy.source) != version:
+                # Changed by the script since (weights clipped after the step, say), and maybe while it was read. Now it
+                # is at rest, and what the training goes on with.
+                copy.target.copy_(copy.source)
+        filling.buffer.commit(filling.shard_bytes)
+        if filling.persist:
             self._host.folder.wake()
-            self._report_staged(checkpoint_id, plan.layout.shard_bytes, time.monotonic() - started)
-        return True
+            self._report_staged(filling, time.monotonic() - began)
 
     def _taken(self, checkpoint_id: CheckpointId) -> None:
         self._num_taken += 1
         self._last = checkpoint_id
-        # All ranks have the first one complete by now: nobody goes back to what a larger world left behind.
-        if self._num_taken == 2 and self._host.group.rank == 0:
-            self._host.folder.remove_buffers_from(self._host.group.world_size, self._is_on_lineage)
+        # All ranks have the first one complete by now: nobody goes back to what more ranks or buffers left behind.
+        if self._num_taken == 2 and self._host.local_rank == 0:
+            num_buffers = self._host.settings.checkpoint.num_buffers
+            self._host.folder.remove_surplus(self._host.group.world_size, num_buffers, self._is_on_lineage)
+
+    def let_go(self) -> None:
+        """Let go of what a device needed to know about the buffers. Nothing is taken after this."""
+        self.finish()
+        self._copier.use([])
 
     def has_unwritten_save(self) -> bool:
         """Return whether an earlier save still waits for storage. Memory reads only."""
-        for buffer in self._buffers:
-            header = buffer.header()
-            if (
-                header is not None
-                and header.state is BufferState.READY
-                and header.persist
-                and buffer.drained_sequence() != header.sequence
-                and self._is_on_lineage(header.checkpoint_id)
-            ):
-                return True
-        return False
+        unwritten = filter(None, (buffer.unwritten() for buffer in self._buffers))
+        return any(self._is_on_lineage(checkpoint_id) for checkpoint_id in unwritten)
 
-    def close(self, checkpoint_id: CheckpointId, updates: int) -> None:
+    def close(self, checkpoint_id: CheckpointId, counters: Counters) -> None:
         """Return when the state is durable; save it first if that was not asked for yet.
 
         Raises:
             CheckpointError: it did not become durable in time. It stays in staging memory.
         """
+        self.finish()
         while self._last_durable != checkpoint_id:
             self.wait_for_buffer()
-            self.take(checkpoint_id, updates, persist=True)
+            self.take(checkpoint_id, counters, persist=True)
+            self.finish()
         self._wait(lambda: self._is_drained(checkpoint_id), f"step {checkpoint_id.step} to become durable")
         # The drain is also done with what it had to give up.
         if MANIFEST_FILE not in self._host.store.list(folder_name(checkpoint_id)):
             raise CheckpointError(
                 f"step {checkpoint_id.step} of attempt {checkpoint_id.attempt} could not be written; see "
-                f"{self._host.settings.spec.job_run_dir}/logs/drain.log"
+                f"{drain_log(self._host.settings.spec)}"
             )
 
     def _is_drained(self, checkpoint_id: CheckpointId) -> bool:
@@ -243,7 +288,7 @@ class Snapshots:
             if now > deadline:
                 raise CheckpointError(
                     f"waited {DURABLE_TIMEOUT_SECONDS:.0f} s for {what}; see "
-                    f"{self._host.settings.spec.job_run_dir}/logs/drain.log. Nothing is lost while "
+                    f"{drain_log(self._host.settings.spec)}. Nothing is lost while "
                     f"{self._host.folder.path} is there: start the job again when storage works"
                 )
             if now >= next_look:
@@ -251,30 +296,21 @@ class Snapshots:
                 next_look = now + 1.0
             time.sleep(_POLL_SECONDS)
 
-    def prepare(self) -> None:
-        """Lay out and allocate now when everything is known: after a restore, so that the first step is not slower."""
-        tensors, _ = self._state.capture()
-        self._lay_out(tensors, _signature(tensors))
-
     def _make_plan(self, tensors: dict[str, Tensor]) -> bool:
         """Have a plan and a reserved buffer for these tensors; False: some rank has no buffer free for a new plan."""
-        signature = _signature(tensors)
-        if self._plan is not None and self._plan.signature == signature:
+        if self._plan is not None and self._plan.signature == signature(tensors):
             return True
         if self._reserved is not None:
             self._reserved.release()
-        self._lay_out(tensors, signature)
-        self._reserve_one()
+        self._lay_out(tensors)
+        self.reserve()
         # All ranks lay out anew at the same step; if one cannot take part, nobody may overwrite anything.
         return all(self._host.group.gather_json(self._reserved is not None))
 
-    def _lay_out(self, tensors: dict[str, Tensor], signature: Signature) -> None:
-        group = self._host.group
-        layout = plan_shard(tensors, self._state.aliases, self._state.is_replicated, group.rank, group.world_size)
-        self._plan = _Plan(signature, layout)
-        self._buffers = self._host.folder.create_buffers(
-            group.rank, self._host.settings.checkpoint.num_buffers, layout.shard_bytes
-        )
+    def _lay_out(self, tensors: dict[str, Tensor]) -> None:
+        self._plan = make_plan(self._state, tensors, self._host.group)
+        self._buffers = make_buffers(self._host, self._plan.layout.shard_bytes)
+        self._copier.use([buffer.shard for buffer in self._buffers])
 
     @staticmethod
     def _encode(document: object) -> bytes:
@@ -287,58 +323,18 @@ class Snapshots:
             )
         return data
 
-    def _report_staged(self, checkpoint_id: CheckpointId, num_bytes: int, seconds: float) -> None:
+    def _report_staged(self, filling: _Filling, waited_seconds: float) -> None:
         self._host.report(
             CheckpointStaged(
                 job=self._host.settings.spec.job,
-                attempt=checkpoint_id.attempt,
+                attempt=filling.id.attempt,
                 rank=self._host.group.rank,
-                step=checkpoint_id.step,
-                num_bytes=num_bytes,
-                copy_seconds=seconds,
+                step=filling.id.step,
+                num_bytes=filling.shard_bytes,
+                copy_seconds=filling.seconds + waited_seconds,
             )
         )
 
 
-def _signature(tensors: Mapping[str, Tensor]) -> Signature:
-    return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
-
-
-def plan_shard(
-    tensors: Mapping[str, Tensor],
-    aliases: Mapping[str, str],
-    is_replicated: Callable[[str], bool],
-    rank: int,
-    world_size: int,
-) -> ShardLayout:
-    """Return what one rank stages. The same plan on every rank, without talking.
-
-    What every rank holds alike is shared out among the ranks; the rest is rank 0's.
-
-    Raises:
-        UsageError: a dtype that safetensors does not know.
-    """
-    shared_out: list[TensorSpec] = []
-    of_rank_0: list[TensorSpec] = []
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPE_NAMES:
-            raise UsageError(name, f"has dtype {tensor.dtype}, which a checkpoint cannot hold")
-        specs = shared_out if is_replicated(name) else of_rank_0
-        specs.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
-    shares = assign(shared_out, world_size)
-    shares[0] += of_rank_0
-    return ShardLayout.build(
-        shares[rank],
-        rank=rank,
-        world_size=world_size,
-        plan_digest=plan_digest(shares, world_size),
-        aliases=aliases,
-    )
-
-
-def tensor_over(view: memoryview, spec: TensorSpec) -> Tensor:
-    """Return a tensor that lies in `view`, which must be writable memory; no copy."""
-    dtype = DTYPES[spec.dtype]
-    if not view.nbytes:
-        return torch.empty(spec.shape, dtype=dtype)
-    return torch.frombuffer(view, dtype=dtype).view(spec.shape)
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

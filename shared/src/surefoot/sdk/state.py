@@ -17,24 +17,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from surefoot.checkpoint.regions import StoredTensor
 from surefoot.errors import UsageError
 from surefoot.sdk.constant import Constant
-
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+from surefoot.sdk.loading import loads_its_own_way, want_model, want_optimizer
+from surefoot.sdk.predict import predict_state
+from surefoot.sdk.sharding import DTYPES, is_sharded
+from surefoot.sdk.stored import StoredTensors, Wanted
 
 
 class Stateful(Protocol):
@@ -54,7 +43,7 @@ def flatten(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
         UsageError: a value that is neither a tensor nor plain data; names its path.
     """
     if isinstance(value, Tensor):
-        tensors[path] = value.detach()
+        tensors[path] = _bare(value)
         return {"$tensor": path}
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -142,7 +131,7 @@ class TrainingState:
             self._group_digests.append(hashlib.blake2b(in_group.encode(), digest_size=8).hexdigest())
 
     def is_replicated(self, name: str) -> bool:
-        """Return whether a captured tensor is the same on every rank of a DDP job.
+        """Return whether a captured plain tensor is the same on every rank.
 
         Parameters and their optimizer state are. Buffers are not: each rank's BatchNorm sees its own samples, and DDP
         sends rank 0's to the others before the next forward, so rank 0's are the ones to keep.
@@ -162,7 +151,7 @@ class TrainingState:
             if not isinstance(value, Tensor):
                 extra[name] = flatten(f"model_extra.{name}", value, tensors)
             elif f"model.{name}" not in self.aliases:
-                tensors[f"model.{name}"] = value.detach()
+                tensors[f"model.{name}"] = _bare(value)
         scalars: dict[str, Any] = {
             "model": extra,
             "optimizer": self._capture_optimizer(tensors),
@@ -177,61 +166,89 @@ class TrainingState:
             scalars[name] = flatten(name, item.state_dict(), tensors)
         return tensors, scalars
 
+    def foresee(self) -> dict[str, Tensor]:
+        """Return what `capture` is going to find after the first update; state that is not there yet is on meta."""
+        tensors, _ = self.capture()
+        if any(self._optimizer.state.values()):
+            return tensors
+        model = {name: tensor for name, tensor in tensors.items() if name.startswith("model")}
+        return model | predict_state(self._optimizer, self._parameters) | tensors  # in the order of `capture`
+
+    def changes_only_in_update(self, name: str) -> bool:
+        """Return whether a captured tensor stays as it is from the end of a step to the next optimizer step."""
+        return name.startswith("optimizer.") or name in self._parameter_names
+
     def _capture_optimizer(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Add the optimizer's tensors, and return what of its state is not simply a tensor, by parameter."""
         rest: dict[str, Any] = {}
         for name, parameter, _ in self._parameters:
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    tensors[f"optimizer.{key}.{name}"] = value.detach()
+                    tensors[f"optimizer.{key}.{name}"] = _bare(value)
                 else:
                     rest.setdefault(name, {})[key] = flatten(f"optimizer_extra.{key}.{name}", value, tensors)
         return rest
 
-    def check(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Compare a captured state with what it is to be loaded into; changes nothing. Arguments as of `restore`.
+    def check(self, stored: StoredTensors, scalars: Mapping[str, Any]) -> None:
+        """Compare a checkpoint with what it is to be loaded into; changes nothing. Arguments as of `restore`.
 
         Raises:
             UsageError: the checkpoint is not of this model, optimizer or set of objects; names what differs.
         """
-        check_fits(self._expected_model(), self._others, self._expected_scalars(), tensors, scalars)
+        check_fits(self._expected_model(), self._others, self._expected_scalars(), stored.tensors, scalars)
 
     @torch.no_grad()
-    def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+    def restore(self, stored: StoredTensors, scalars: Mapping[str, Any]) -> None:
         """Put a captured state back, in place; values are copied, never aliased.
 
         Args:
-            tensors: Every stored tensor by name, tied names included, CPU, possibly a view of a file.
+            stored: The tensors, however they are divided; each rank takes its own parts.
             scalars: What `capture` returned beside them.
 
         Raises:
             UsageError: the checkpoint is not of this model, optimizer or set of objects; names what differs. Nothing
                 was changed, unless it was an object of the user's that refused its state.
+            OSError, CheckpointError: it cannot be read after all. The state is in pieces: load another one.
         """
-        self.check(tensors, scalars)
-        model = {name.removeprefix("model."): v for name, v in tensors.items() if name.startswith("model.")}
-        self._model.load_state_dict(model | _cloned(unflatten(scalars["model"], tensors)))
-        self._restore_optimizer(tensors, scalars)
-        for name, item in self._others.items():
-            if not isinstance(item, Constant):
-                _load_into(name, item, _cloned(unflatten(scalars[name], tensors)))
+        self.check(stored, scalars)
+        wanted = Wanted(stored)
+        own_way = bool(scalars["model"]) or loads_its_own_way(self._model)
+        model: dict[str, Any] = dict(want_model(self._model, self.aliases, wanted, in_place=not own_way))
+        model |= unflatten(scalars["model"], wanted.all_like({}))
+        optimizer = want_optimizer(self._optimizer, self._parameters, stored, wanted)
+        for name, parameter, _ in self._parameters:
+            optimizer[parameter] |= unflatten(scalars["optimizer"].get(name, {}), wanted.all_like({}))
+        groups = [self._want_group(index, group, wanted) for index, group in enumerate(scalars["param_groups"])]
+        others = {
+            name: self._want_other(name, item, scalars[name], stored, wanted)
+            for name, item in self._others.items()
+            if not isinstance(item, Constant)
+        }
+        wanted.fill()
+        if own_way:
+            _load_into("model", self._model, model)
+        for parameter, values in optimizer.items():
+            self._optimizer.state[parameter] = values
+            if not values:
+                del self._optimizer.state[parameter]
+        for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
+            group.update(saved)
+        for name, state in others.items():
+            _load_into(name, self._others[name], state)
 
-    def _restore_optimizer(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        saved: dict[str, dict[str, Any]] = {}
-        for name, value in tensors.items():
-            if name.startswith("optimizer."):
-                _, key, parameter_name = name.split(".", 2)
-                saved.setdefault(parameter_name, {})[key] = value
-        for name, values in scalars["optimizer"].items():
-            saved.setdefault(name, {}).update(unflatten(values, tensors))
-        for name, parameter, group in self._parameters:
-            self._optimizer.state.pop(parameter, None)
-            for key, value in saved.get(name, {}).items():
-                on_cpu = key == "step" and not (group.get("fused") or group.get("capturable"))
-                device = torch.device("cpu") if on_cpu else parameter.device
-                self._optimizer.state[parameter][key] = _optimizer_value(value, parameter, device)
-        for group, saved_group in zip(self._optimizer.param_groups, scalars["param_groups"], strict=True):
-            group.update(_cloned(unflatten(saved_group, tensors)))
+    def _want_group(self, index: int, saved: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
+        now: dict[str, Tensor] = {}
+        flatten(f"param_groups.{index}", _without_parameters(self._optimizer.param_groups[index]), now)
+        group: dict[str, Any] = unflatten(saved, wanted.all_like(now))
+        return group
+
+    @staticmethod
+    def _want_other(name: str, item: Stateful, saved: Any, stored: StoredTensors, wanted: Wanted) -> dict[str, Any]:
+        now: dict[str, Tensor] = {}
+        if any(stored_name.startswith(f"{name}.") for stored_name in stored.tensors):
+            flatten(name, item.state_dict(), now)  # tells the device and the sharding of its tensors
+        state: dict[str, Any] = unflatten(saved, wanted.all_like(now))
+        return state
 
     def _expected_model(self) -> dict[str, Tensor]:
         state = self._model.state_dict(keep_vars=True)
@@ -248,7 +265,7 @@ def check_fits(
     model: Mapping[str, Tensor],
     others: Mapping[str, Stateful],
     expected: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, StoredTensor],
     scalars: Mapping[str, Any],
 ) -> None:
     """Compare a checkpoint with what it is to be loaded into, before anything is changed.
@@ -265,7 +282,7 @@ def check_fits(
     """
     stored = {name: value for name, value in tensors.items() if name.startswith("model.")}
     for name in sorted(model.keys() | stored.keys()):
-        ours, theirs = _described(model.get(name)), _described(stored.get(name))
+        ours, theirs = _described(model.get(name)), _described_stored(stored.get(name))
         if ours != theirs:
             raise UsageError(
                 "model",
@@ -311,28 +328,16 @@ def _described(tensor: Tensor | None) -> str:
     return "absent" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _optimizer_value(value: Any, parameter: Tensor, device: torch.device) -> Any:
-    """Copy one optimizer value to where torch's Optimizer.load_state_dict would put it."""
-    if not isinstance(value, Tensor):
-        return _cloned(value)
-    if value.shape == parameter.shape:
-        # The same strides as the parameter (channels_last, say), as the optimizer itself would make it.
-        return torch.empty_like(parameter, dtype=value.dtype, device=device).copy_(value)
-    return value.to(device=device, copy=True)
+def _described_stored(tensor: StoredTensor | None) -> str:
+    if tensor is None:
+        return "absent"
+    return f"{str(DTYPES[tensor.dtype]).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    # Detaching a DTensor costs 30 us, at each of hundreds of tensors in each step, for a wrapper that nobody looks at.
+    return tensor if is_sharded(tensor) else tensor.detach()
 
 
 def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _cloned(value: Any) -> Any:
-    """Copy the tensors inside nested data, so that nothing refers to the file they came from."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, Counter):
-        return value
-    if isinstance(value, dict):
-        return {key: _cloned(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_cloned(item) for item in value)
-    return value

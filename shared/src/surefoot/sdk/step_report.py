@@ -11,6 +11,11 @@ from surefoot.sdk.host import Host
 from surefoot.sdk.trained import Counters
 
 
+def mean_loss(records: Sequence[StepRecord]) -> float:
+    """Return the mean loss over the global batch; NaN or Inf when it is so on any rank."""
+    return sum(record.loss_sum for record in records) / sum(record.num_samples for record in records)
+
+
 def report_step(
     host: Host,
     *,
@@ -45,7 +50,7 @@ def report_step(
             position=batch.position,
             updates=counters.updates,
             epoch=int(batch.epochs[0]),
-            loss=sum(record.loss_sum for record in records) / num_samples,
+            loss=mean_loss(records),
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             applied=not nonfinite,

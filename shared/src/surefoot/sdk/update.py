@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from surefoot.sdk.sharding import is_sharded
 from surefoot.sdk.trained import Trained
 
 
@@ -30,8 +31,13 @@ class Updater:
         """Clip the step's gradients, and return their global L2 norm before that."""
         if self._trained.grad_scaler is not None:
             self._trained.grad_scaler.unscale_(self._trained.optimizer)
-        maximum = self._trained.max_grad_norm
-        return torch.nn.utils.clip_grad_norm_(self._parameters, math.inf if maximum is None else maximum)
+        groups = _by_placement(self._parameters)
+        norms = [_norm(parameters) for parameters in groups]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        if self._trained.max_grad_norm is not None:
+            for parameters in groups:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self._trained.max_grad_norm, norm)
+        return norm
 
     def update(self, lr_factor: float) -> float:
         """Step optimizer and schedule; return the first group's learning rate.
@@ -64,3 +70,23 @@ class Updater:
             self._trained.grad_scaler.update()
         self._trained.optimizer.zero_grad(set_to_none=True)
         return float(self._trained.optimizer.param_groups[0]["lr"]) * lr_factor
+
+
+def _by_placement(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group parameters whose gradients may be handed to torch in one call; the same groups on every rank.
+
+    Without gradients there is one empty group, whose norm is 0.
+    """
+    groups: dict[tuple[object, ...], list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            key = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else ()
+            groups.setdefault(key, []).append(parameter)
+    return list(groups.values()) or [[]]
+
+
+def _norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the L2 norm of the gradients as a plain tensor. Collective when they are sharded."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if is_sharded(norm) else norm

@@ -25,9 +25,10 @@ from torch.distributed.elastic.events.api import Event as TorchEvent
 from torch.distributed.elastic.events.api import EventSource
 
 from surefoot import timeline
+from surefoot.checkpoint.attempts import RESTART_CAUSE_PREFIX
 from surefoot.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
 from surefoot.events import JobState
-from surefoot.progress import Phase
+from surefoot.progress import Phase, Progress
 from surefoot_worker.launcher import failure as failures
 from surefoot_worker.launcher import policy, sweep
 from surefoot_worker.launcher.ending import JobEnded
@@ -106,6 +107,10 @@ class Agent(SimpleElasticAgent):
     def stopping(self) -> bool:
         """Whether somebody asked for the end."""
         return self.num_stop_signals > 0
+
+    def last_progress(self) -> dict[int, Progress | None]:
+        """Return where each rank of the last start was when it ended; None for one that never attached."""
+        return self._pages.progress(self._running().pids())
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks that the rendezvous gave us; torch calls it for the first and every later set.
@@ -232,7 +237,7 @@ class Agent(SimpleElasticAgent):
 
     def _after_failure(self, failure: Failure) -> None:
         self._unreported = failure
-        self._cause = f"{policy.RESTART_CAUSE_PREFIX}{failure.summary()}"
+        self._cause = f"{RESTART_CAUSE_PREFIX}{failure.summary()}"
         verdict = policy.decide(failure, self._history, now=time.time(), **self._limits)
         self._history = verdict.history
         if not verdict.restart:
@@ -245,7 +250,7 @@ class Agent(SimpleElasticAgent):
         log.warning("%s; starting the ranks again (restart %d)", failure.summary(), self.num_restarts)
 
     def _after_failed_start(self, problem: str) -> None:
-        self._cause = f"{policy.RESTART_CAUSE_PREFIX}the ranks could not be started: {problem}"
+        self._cause = f"{RESTART_CAUSE_PREFIX}the ranks could not be started: {problem}"
         self._ranks_dead_ticks = self._ranks_dead_ticks or sweep.now_ticks()
         verdict = policy.spend(self._history, now=time.time(), **self._limits)
         self._history = verdict.history

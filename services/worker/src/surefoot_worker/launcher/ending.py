@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from surefoot.checkpoint.drain_start import start_drain
+from surefoot.checkpoint.drain_start import drain_log, start_drain
 from surefoot.checkpoint.locks import holder_pid
+from surefoot.checkpoint.retention import drain_prunes
 from surefoot.checkpoint.staging_folder import StagingFolder
 from surefoot.errors import EXIT_FAILED
 from surefoot.events import JobState
@@ -132,7 +133,7 @@ def _wait_for_drain(folder: StagingFolder, spec: JobSpec, patience: Patience) ->
         pid = holder_pid(folder.path / "drain.lock")
         if pid is None:
             if started == 2:
-                log.error("the drain ended and left %s as it is; see %s/logs/drain.log", folder.path, spec.job_run_dir)
+                log.error("the drain ended and left %s as it is; see %s", folder.path, drain_log(spec))
                 return False
             started += 1
             pid = _start_drain(folder, spec)
@@ -143,11 +144,9 @@ def _wait_for_drain(folder: StagingFolder, spec: JobSpec, patience: Patience) ->
 
 
 def _start_drain(folder: StagingFolder, spec: JobSpec) -> int | None:
-    for path in (spec.job_run_dir / "logs" / "drain.log", Path(os.devnull)):
+    for path in (drain_log(spec), Path(os.devnull)):
         try:
-            return start_drain(
-                staging=folder.path, storage=spec.storage, job=spec.job, events=spec.events_path, log=path
-            )
+            return start_drain(spec, folder.path, prune=drain_prunes(os.environ), log=path)
         except OSError as error:  # with the first path most likely the log's fault
             log.warning("cannot start the drain with its log at %s: %s", path, error)
     return None

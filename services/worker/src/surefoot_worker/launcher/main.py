@@ -12,14 +12,15 @@ from surefoot import preflight, timeline
 from surefoot.checkpoint.attempts import AttemptLog
 from surefoot.checkpoint.staging_folder import StagingFolder
 from surefoot.checkpoint.store import LocalStore
-from surefoot.errors import EXIT_FAILED, EXIT_OK, EXIT_PREEMPTED, UsageError
+from surefoot.errors import EXIT_FAILED, EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from surefoot.events import JobState, JsonlSink
 from surefoot.processes import kill_job_processes
 from surefoot.spec import JobSpec
 from surefoot_worker.launcher.ending import Ending, JobEnded, Patience, let_go
 from surefoot_worker.launcher.entrypoint import Entrypoint
 from surefoot_worker.launcher.forkserver import ForkServer
-from surefoot_worker.launcher.records import restart_history, until_claimed
+from surefoot_worker.launcher.policy import progress_ignored
+from surefoot_worker.launcher.records import has_progress, restart_history, until_claimed
 from surefoot_worker.launcher.signals import SignalInbox
 from surefoot_worker.launcher.surroundings import environment, log_file, owned_job
 
@@ -43,11 +44,12 @@ def launch(
     Args:
         spec: The job.
         from_seed: Start over although the job has progress.
-        cause: Why it is started, for the attempt record; with policy.RESTART_CAUSE_PREFIX it counts as a restart.
+        cause: Why it is started, for the attempt record; with RESTART_CAUSE_PREFIX it counts as a restart.
         inbox: Where signals have been collected since before the caller's slow imports; None: from now on.
 
     Returns:
-        0 finished; 1 failed, or the last snapshot did not become durable; 2 bad input that only a rank could see;
+        0 finished; 1 failed, or the last snapshot did not become durable; 2 bad input that only a rank could see, or
+        a script that does not go on from where the job was;
         75 stopped on request with everything saved.
 
     Raises:
@@ -107,7 +109,7 @@ def _train(job: _Job, from_seed: bool) -> tuple[Ending, Reports]:
         from surefoot_worker.launcher.reporting import Reports
 
         reports = Reports(job.spec.job, job.sink)
-        return _outcome(_make_agent(job, server, reports, from_seed)), reports
+        return _outcome(job, _make_agent(job, server, reports, from_seed), from_seed), reports
 
 
 def _make_agent(job: _Job, server: ForkServer | None, reports: Reports, from_seed: bool) -> Agent:
@@ -147,17 +149,24 @@ def _make_agent(job: _Job, server: ForkServer | None, reports: Reports, from_see
     )
 
 
-def _outcome(agent: Agent) -> Ending:
+def _outcome(job: _Job, agent: Agent, from_seed: bool) -> Ending:
     try:
         agent.run()
         state, reason, exit_code = JobState.SUCCEEDED, "every rank finished", EXIT_OK
         if agent.stopping:
             state, reason, exit_code = JobState.STOPPED, "stopped on request at a step boundary", EXIT_PREEMPTED
+        elif not from_seed and (problem := _ignored(job, agent)) is not None:
+            state, reason, exit_code = JobState.FAILED, problem, EXIT_USAGE
     except JobEnded as end:
         state, reason, exit_code = end.state, end.reason, end.exit_code
     except OSError as error:  # also TimeoutError: a process cannot be killed
         state, reason, exit_code = JobState.FAILED, f"the launcher cannot go on: {error}", EXIT_FAILED
     return Ending(state, reason, exit_code, agent.num_restarts, agent.num_stop_signals)
+
+
+def _ignored(job: _Job, agent: Agent) -> str | None:
+    store = LocalStore(job.spec.storage / job.spec.job)
+    return progress_ignored(agent.last_progress(), had_progress=has_progress(store, job.folder))
 
 
 def _start_server(job: _Job, stack: ExitStack) -> ForkServer | None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from surefoot.errors import EXIT_USAGE
+from surefoot.progress import Phase, Progress
 from surefoot_worker.launcher.failure import Failure
 
 NEVER_RETRIED = frozenset({"ImportError", "SyntaxError", "UsageError", "NoUsableCheckpoint", "Superseded"})
 """Exception types, or bases of them, that the next start could only meet again."""
-
-RESTART_CAUSE_PREFIX = "restart: "
-"""Begins the cause of each attempt that a restart began, so that the budget can be counted from attempt records."""
 
 _RANDOM = tuple(
     re.compile(pattern)
@@ -89,6 +88,27 @@ def spend(history: History, *, max_restarts: int, window_seconds: float, now: fl
         reason = f"{len(recent)} restarts in {window_seconds:g} s used up the budget (restart.max_restarts)"
         return Verdict(restart=False, reason=reason, history=kept)
     return Verdict(restart=True, reason="", history=replace(kept, restarted_at=(*recent, now)))
+
+
+def progress_ignored(ranks: Mapping[int, Progress | None], *, had_progress: bool) -> str | None:
+    """Judge the end of a job whose ranks all ended with status 0: say what is wrong with it, None if nothing is.
+
+    A script that does not go on from where the job was may have trained for days, and nothing of it is kept (case R8).
+
+    Args:
+        ranks: Where each rank was when it ended; None: it never attached.
+        had_progress: Whether there was something to go on from.
+    """
+    if not had_progress:
+        return None
+    advice = "; go on from it with `for batch in session`, give the job another name, or start over with --from-seed"
+    if not any(ranks.values()):
+        return f"every rank finished, but none called surefoot.sdk.attach although the job had progress{advice}"
+    for rank, page in ranks.items():
+        if page is not None and page.phase is Phase.START and page.step == page.start_step > 0:
+            what = "ended without taking a batch from its session or closing it"
+            return f"rank {rank} loaded step {page.step} and {what}{advice}"
+    return None
 
 
 def _signature(failure: Failure) -> Signature | None:

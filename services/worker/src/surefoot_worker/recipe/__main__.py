@@ -18,7 +18,7 @@ def main() -> None:
     spec = load_settings(os.environ)
     recipe = spec.recipe_or_defaults
     device = pick_device()
-    data = prepare(recipe, report_preparation(spec))
+    data = prepare(recipe, report_preparation(spec), spec.init_from)
     model = build_model(recipe.model, spec.seed, device)
     optimizer = build_optimizer(model, recipe)
     session = sdk.attach(
@@ -31,6 +31,7 @@ def main() -> None:
         max_grad_norm=recipe.max_grad_norm,
         total_steps=recipe.steps,
         num_workers=recipe.num_workers,
+        tokenizer=data.tokenizer_path,
         extra_state={"data": sdk.Constant("recipe.data", data.digest, "its text has changed since")},
     )
     for batch in session:

@@ -4,8 +4,9 @@
     <cache_dir>/<key>.lock           held by the process that prepares; the kernel frees it when that dies
     <cache_dir>/.<key>.tmp-<pid>/    being made; renamed when complete, so that a folder of the first kind is whole
 
-The key is a digest of everything the result depends on: names, sizes and times of the files, vocabulary size,
-version of this code. A start with a warm cache only looks at these (3 ms for the standard library).
+The key is a digest of everything the result depends on: names, sizes and times of the files, vocabulary size, the
+tokenizer of `init_from` where it has one, version of this code. A start with a warm cache only looks at these (3 ms for
+the standard library).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from surefoot.faultpoints import reach
 from surefoot.sdk.data.tokens import TokenFile, write_tokens
 from surefoot.spec import RecipeSpec
 from surefoot_worker.recipe.corpus import SourceFile, find_source_files, in_hash_order, split
+from surefoot_worker.recipe.given_tokenizer import describe_files, find_given_tokenizer, read_files
 
 Report = Callable[[str, str, float], None]
 """Takes (stage, what was done, seconds) when a stage ends."""
@@ -54,7 +56,7 @@ class PreparedData:
     """xxh3-128 of `train_path`'s content: equal digests train on the same tokens."""
 
 
-def prepare(spec: RecipeSpec, report: Report) -> PreparedData:
+def prepare(spec: RecipeSpec, report: Report, init_from: Path | None = None) -> PreparedData:
     """Return the recipe's tokens, from the cache or freshly made.
 
     Every rank may call it at once: one prepares, the others wait for it. Killed in the middle it leaves nothing
@@ -63,27 +65,32 @@ def prepare(spec: RecipeSpec, report: Report) -> PreparedData:
     Args:
         spec: Its data, cache_dir, model.vocab_size, sequence_length and global_batch_size are used.
         report: Called after each stage that was done here; not called when the cache was warm.
+        init_from: A Hugging Face folder; its tokenizer is used where it has one.
 
     Raises:
         UsageError: `recipe.data` holds no text, or too little for one global batch; or `recipe.cache_dir` cannot
-            be written.
+            be written; or the tokenizer of `init_from` cannot be used.
     """
     files = find_source_files(spec.data)
-    folder = spec.cache_dir / _key(files, spec.model.vocab_size)
+    given = find_given_tokenizer(init_from)
+    folder = spec.cache_dir / _key(files, spec.model.vocab_size, given)
     prepared = _read(folder)
     if prepared is None:
         try:
             with _locked(folder.with_name(folder.name + ".lock")):
-                prepared = _read(folder) or _prepare(files, spec.model.vocab_size, folder, report)
+                prepared = _read(folder) or _prepare(files, spec.model.vocab_size, given, folder, report)
         except OSError as error:
             raise UsageError("recipe.cache_dir", f"{spec.cache_dir} cannot be used: {error.strerror}") from error
     _check_enough(prepared, spec)
     return prepared
 
 
-def _key(files: Sequence[SourceFile], vocab_size: int) -> str:
+def _key(files: Sequence[SourceFile], vocab_size: int, given: Path | None) -> str:
     listed = [(file.name, file.num_bytes, file.mtime_ns) for file in files]
-    return hashlib.sha256(json.dumps([_VERSION, vocab_size, listed]).encode()).hexdigest()[:32]
+    depends_on: list[object] = [_VERSION, vocab_size, listed]
+    if given is not None:
+        depends_on.append(describe_files(given))
+    return hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:32]
 
 
 def _read(folder: Path) -> PreparedData | None:
@@ -110,13 +117,15 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _prepare(files: Sequence[SourceFile], vocab_size: int, folder: Path, report: Report) -> PreparedData:
+def _prepare(
+    files: Sequence[SourceFile], vocab_size: int, given: Path | None, folder: Path, report: Report
+) -> PreparedData:
     for debris in folder.parent.glob(f".{folder.name}.tmp-*"):
         shutil.rmtree(debris)
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     temporary.mkdir()
     try:
-        _make(files, vocab_size, temporary, report)
+        _make(files, vocab_size, given, temporary, report)
         # Only there when it is not usable.
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
@@ -129,23 +138,30 @@ def _prepare(files: Sequence[SourceFile], vocab_size: int, folder: Path, report:
     return prepared
 
 
-def _make(files: Sequence[SourceFile], vocab_size: int, folder: Path, report: Report) -> None:
-    from surefoot_worker.recipe.tokenizing import encode, train_tokenizer
+def _make(files: Sequence[SourceFile], vocab_size: int, given: Path | None, folder: Path, report: Report) -> None:
+    from surefoot_worker.recipe.tokenizing import END_OF_TEXT, encode, load_given_tokenizer, train_tokenizer
 
     start = time.monotonic()
     training, validation = split(files)
-    by_file = {piece.file: piece for piece in training}
-    tokenizer = train_tokenizer((by_file[f] for f in in_hash_order(list(by_file))), vocab_size)
-    _write(folder / "tokenizer.json", tokenizer.to_str().encode())
-    reach("recipe.tokenizer_written")
     num_megabytes = sum(file.num_bytes for file in files) / 1e6
+    if given is None:
+        by_file = {piece.file: piece for piece in training}
+        tokenizer = train_tokenizer((by_file[f] for f in in_hash_order(list(by_file))), vocab_size)
+        end_of_text = END_OF_TEXT
+        _write(folder / "tokenizer.json", tokenizer.to_str().encode())
+        origin = f"from {num_megabytes:,.1f} MB in {len(files):,} files"
+    else:
+        tokenizer, end_of_text = load_given_tokenizer(given, vocab_size)
+        for name, content in read_files(given).items():
+            _write(folder / name, content)
+        origin = f"of {given}"
+    reach("recipe.tokenizer_written")
     trained = time.monotonic()
-    detail = f"{tokenizer.get_vocab_size():,} tokens from {num_megabytes:,.1f} MB in {len(files):,} files"
-    report("tokenizer", detail, trained - start)
+    report("tokenizer", f"{tokenizer.get_vocab_size():,} tokens {origin}", trained - start)
 
     bytes_per_token = 2 if vocab_size <= 2**16 else 4
     num_training, num_validation = (
-        write_tokens(folder / name, encode(tokenizer, pieces), bytes_per_token=bytes_per_token)
+        write_tokens(folder / name, encode(tokenizer, pieces, end_of_text), bytes_per_token=bytes_per_token)
         for name, pieces in (("train.tokens", training), ("validation.tokens", validation))
     )
     reach("recipe.tokens_written")

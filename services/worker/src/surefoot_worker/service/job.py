@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import structlog
 
 from surefoot.bus.base import Bus
-from surefoot.checkpoint.attempts import AttemptLog
+from surefoot.checkpoint.attempts import RESTART_CAUSE_PREFIX, AttemptLog
 from surefoot.checkpoint.locks import holder_pid
 from surefoot.checkpoint.staging_folder import staging_folder_path
 from surefoot.checkpoint.store import LocalStore
@@ -174,7 +174,7 @@ class SupervisedJob:
         if before in HAS_LAUNCHER and may_follow(before, JobState.RECOVERING):
             run.recovering_from = run.attempt or 0
             run.go(JobState.RECOVERING, "taken over after its worker was lost")
-            return f"{policy.RESTART_CAUSE_PREFIX}the worker was lost"
+            return f"{RESTART_CAUSE_PREFIX}the worker was lost"
         if before is not JobState.PENDING:
             run.go(JobState.PENDING, "taken up again")
         return "resumed by the worker" if run.started_at else "submitted"
@@ -296,7 +296,7 @@ class SupervisedJob:
         elif self._num_deaths > _MOST_DEATHS_WITHOUT_ATTEMPT:
             self._settle(JobState.FAILED, f"{problem}, {self._num_deaths} times before an attempt began")
         else:
-            self._cause = f"{policy.RESTART_CAUSE_PREFIX}{problem}"
+            self._cause = f"{RESTART_CAUSE_PREFIX}{problem}"
             self.run.go_if_allowed(JobState.RECOVERING, problem)
             self._launch_at = now + _AGAIN_SECONDS * (self._num_deaths - 1)
 

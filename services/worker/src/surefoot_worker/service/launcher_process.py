@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+from surefoot.checkpoint.retention import WRITER_PRUNES_KEY
 from surefoot.small_files import write_atomically
 from surefoot.spec import JobSpec
 
@@ -45,6 +46,8 @@ class LauncherProcess:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C in a terminal is for the worker to handle
+                # Where services run a job the writer removes checkpoints: it knows what pending commands name.
+                env=os.environ | {WRITER_PRUNES_KEY: "1"},
             )
         self._pidfd = os.pidfd_open(self._process.pid)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from surefoot.events import JobState
+from surefoot.events import JobState, StorageFailed
 from surefoot_worker.service.states import may_follow
 
 
@@ -27,6 +27,7 @@ class RunState:
         started_at: When this generation first started.
         finished_at: When it ended.
         recovering_from: The attempt that a failure ended: training again means a newer one.
+        storage_failures: First and last since storage worked; empty: it works.
         end_reason: What the launcher said about its end.
         on_change: Called after each change of `state`.
     """
@@ -43,6 +44,7 @@ class RunState:
     started_at: datetime | None = None
     finished_at: datetime | None = None
     recovering_from: int = 0
+    storage_failures: tuple[()] | tuple[StorageFailed, StorageFailed] = ()
     end_reason: str = ""
     on_change: Callable[[RunState], None] = lambda _: None
 

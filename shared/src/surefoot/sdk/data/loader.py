@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from surefoot.errors import UsageError
@@ -109,7 +111,7 @@ class Loader(Iterator[tuple[MicroBatch, Any]]):
                 "multiprocessing_context": "fork",
                 "persistent_workers": True,
                 "prefetch_factor": prefetch_factor,
-                "worker_init_fn": partial(_die_with_parent, os.getpid()),
+                "worker_init_fn": partial(_live_as_long_as, os.getpid()),
             }
         self._loader: DataLoader[Any] | None = DataLoader(
             _SeededDataset(dataset, order.seed),
@@ -147,10 +149,11 @@ class Loader(Iterator[tuple[MicroBatch, Any]]):
         batches = getattr(self._loader, "_iterator", None)
         self._loader = self._batches = None
         if batches is not None:
+            # Torch watches for workers that are killed; these are so on purpose, and the shutdown waits for nobody.
+            _remove_worker_pids(id(batches))
+            batches._worker_pids_set = False
             for worker in batches._workers:
-                # Torch handles SIGTERM from the parent in the worker by _exit(0), so nothing is raised
-                # here, and the shutdown below finds nobody to wait for.
-                worker.terminate()
+                worker.kill()
             batches._shutdown_workers()
 
 
@@ -194,7 +197,10 @@ class _SeededDataset(Dataset[Any]):
         return self._dataset[index]
 
 
-def _die_with_parent(parent_pid: int, _worker_id: int) -> None:
+def _live_as_long_as(parent_pid: int, _worker_id: int) -> None:
+    """Prepare a worker process: it ends with its rank and with nothing else."""
+    # A SIGTERM to every process of the job (systemd, Slurm) must not end a worker before the rank has saved.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     set_parent_death_signal()
     if os.getppid() != parent_pid:
         # The rank died between the fork and the line above.
