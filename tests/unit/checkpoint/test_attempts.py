@@ -110,6 +110,22 @@ def test_claiming_after_an_attempt_without_a_record_is_refused(log):
         claim(log, 5)
 
 
+@pytest.mark.parametrize(
+    "left", ["step-000000030-a0007", "quarantine/step-000000030-a0007-2", "trash/step-000000030-a0007"]
+)
+def test_where_records_were_lost_the_first_claim_is_above_all_that_is_left(log, store, left):
+    """Or what is left of an attempt 1 of before would count as the new one's own."""
+    store.write(f"{left}/manifest.json", [b"{}"])
+    assert claim(log, 0).attempt == 8
+    assert claim(log, 8).attempt == 9
+
+
+def test_a_record_that_is_nested_without_end_is_damaged(log, store):
+    store.write("attempts/000001.json", [b"[" * 200_000])
+    with pytest.raises(AttemptError, match="nested too deeply"):
+        log.read_all()
+
+
 def test_a_log_sees_attempts_of_others(log, store):
     claim(log, 0)
     claim(AttemptLog(store), 1)

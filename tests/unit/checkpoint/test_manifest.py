@@ -185,3 +185,8 @@ def test_a_newer_format_is_not_damage():
     with pytest.raises(CheckpointError, match="has format version 2; this Surefoot reads up to 1") as raised:
         decode_manifest(b'{"version":2,"something":"new"}\n', "x/manifest.json")
     assert not isinstance(raised.value, DamagedCheckpoint)
+
+
+def test_nested_without_end_is_damage():
+    with pytest.raises(DamagedCheckpoint, match="nested too deeply"):
+        decode_manifest(b"[" * 200_000, "manifest.json")

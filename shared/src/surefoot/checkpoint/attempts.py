@@ -7,7 +7,6 @@ Attempt 0 is the seed (the state that the job was initialised with); the first r
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 from contextlib import suppress
@@ -25,9 +24,10 @@ from pydantic import (
     model_validator,
 )
 
-from surefoot.checkpoint.ids import CheckpointId
+from surefoot.checkpoint.ids import CheckpointId, parse_folder_name
 from surefoot.checkpoint.store import Store
 from surefoot.errors import AttemptError, AttemptTaken
+from surefoot.parsing import parse_json
 
 ATTEMPTS_FOLDER = "attempts"
 RESERVE_KEY = "reserve.bin"
@@ -195,6 +195,9 @@ class AttemptLog:
     ) -> AttemptRecord:
         """Claim attempt `after + 1`, durable on return. Rank 0 does so once it verified what to start from.
 
+        The first one where records were lost gets a higher number than any checkpoint that is still there: what is left
+        of the attempts before must never count as its own.
+
         Args:
             after: The newest attempt that the choice of `starts_from` was based on; 0 for none.
             starts_from: Where the attempt begins.
@@ -217,7 +220,7 @@ class AttemptLog:
         if newest < after:
             raise AttemptError(f"attempt {after + 1} claimed after attempt {after}, but the newest record is {newest}")
         record = AttemptRecord(
-            attempt=after + 1,
+            attempt=1 + max(after, self._newest_in_folders() if after == 0 else 0),
             starts_from=starts_from,
             lr_factor=lr_factor,
             lr_hold_steps=lr_hold_steps,
@@ -251,6 +254,13 @@ class AttemptLog:
             # Random, so that no file system compresses it away.
             self._store.write(RESERVE_KEY, [os.urandom(RESERVE_BYTES)])
 
+    def _newest_in_folders(self) -> int:
+        """Return the highest attempt that a folder is named after, here, in quarantine/ or in trash/."""
+        names = [name for parent in ("", "quarantine", "trash") for name in self._store.list(parent)]
+        # The drain calls a second one of the same name `<name>-2`.
+        ids = (parse_folder_name("-".join(name.split("-")[:3])) for name in names)
+        return max((id_.attempt for id_ in ids if id_ is not None), default=0)
+
     def _write(self, record: AttemptRecord) -> None:
         content = record.model_dump_json(indent=1).encode() + b"\n"
         key = _key(record.attempt)
@@ -282,7 +292,7 @@ class AttemptLog:
         with self._store.read(_key(number)) as file:
             data = file.readall()
         try:
-            record = AttemptRecord.model_validate(json.loads(data))
+            record = AttemptRecord.model_validate(parse_json(data))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             field = ".".join(str(part) for part in first["loc"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from surefoot.checkpoint.watched_store import WatchedStore, explain
 from surefoot.errors import SurefootError
 from surefoot.events import Event, StorageFailed, StorageRecovered
+from surefoot.parsing import parse_json
 
 FIRST_DELAY_SECONDS = 0.1
 
@@ -96,8 +97,8 @@ class StorageTrouble:
 
     def _take_over(self) -> None:
         # Torn or foreign: then nobody tells the end of that trouble, as if there were no note.
-        with suppress(OSError, ValueError, TypeError):
-            since, num_failures = json.loads(self._note.read_text(encoding="ascii"))
+        with suppress(OSError, ValueError, TypeError, OverflowError):
+            since, num_failures = parse_json(self._note.read_text(encoding="ascii"))
             self._since, self._num_failures = float(since), int(num_failures)
             self._num_written = self._store.num_written
 

@@ -5,12 +5,12 @@ Only safetensors are read. A `pytorch_model.bin` is a pickle, and unpickling run
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from surefoot.checkpoint.safetensors_file import TensorPlace, parse_header, read_header
 from surefoot.errors import UsageError
+from surefoot.parsing import parse_json
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -121,7 +121,7 @@ class HuggingFaceFolder:
     def _read_json(self, name: str) -> dict[str, Any]:
         path = self.path / name
         try:
-            content = json.loads(path.read_bytes())
+            content = parse_json(path.read_bytes())
         except FileNotFoundError:
             raise self._wrong(self.path, f"has no {name}") from None
         except ValueError as error:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from surefoot.parsing import parse_json
+
 ALIGNMENT_BYTES = 4096
 """Data of a shard starts at a multiple of this: a page, and what O_DIRECT needs."""
 
@@ -130,7 +132,7 @@ class ShardLayout:
         """
         header = _read_json_header(shard)
         try:
-            ours = json.loads(header.pop("__metadata__")[_METADATA_KEY])
+            ours = parse_json(header.pop("__metadata__")[_METADATA_KEY])
             parts = ours["parts"]
             entries = [_parse_entry(name, value, parts.get(name)) for name, value in header.items()]
             layout = cls(
@@ -266,7 +268,7 @@ def _read_json_header(shard: bytes | memoryview) -> dict[str, Any]:
     (length,) = _LENGTH.unpack(shard[: _LENGTH.size])
     if not 2 <= length <= min(len(shard) - _LENGTH.size, _MAX_HEADER_BYTES):
         raise ValueError(f"a header of {length} bytes cannot be")
-    header = json.loads(bytes(shard[_LENGTH.size : _LENGTH.size + length]))
+    header = parse_json(bytes(shard[_LENGTH.size : _LENGTH.size + length]))
     if not isinstance(header, dict):
         raise ValueError("the header is not a JSON object")
     return header

@@ -14,6 +14,7 @@ from io import RawIOBase
 from typing import Any, NamedTuple
 
 from surefoot.checkpoint.layout import DTYPE_BYTES
+from surefoot.parsing import parse_json
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors reader itself."""
@@ -75,7 +76,7 @@ def parse_header(header: bytes, file_bytes: int) -> dict[str, TensorPlace]:
         ValueError: the header does not describe a file of that length.
     """
     try:
-        content = json.loads(header[_LENGTH.size :])
+        content = parse_json(header[_LENGTH.size :])
         content.pop("__metadata__", None)
         places = {name: _place(value, len(header)) for name, value in content.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:

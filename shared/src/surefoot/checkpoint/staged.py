@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from surefoot.checkpoint.ids import CheckpointId
 from surefoot.checkpoint.staging import StagingBuffer
 from surefoot.checkpoint.staging_header import BufferHeader
 from surefoot.errors import CheckpointError
+from surefoot.parsing import parse_json
 
 
 class StagedPart(NamedTuple):
@@ -89,7 +89,7 @@ def decode_scalars(data: bytes) -> dict[str, Any]:
         CheckpointError: it is not a JSON object.
     """
     try:
-        scalars = json.loads(data)
+        scalars = parse_json(data)
     except ValueError as error:  # not UTF-8, or not JSON
         raise CheckpointError(f"the staged scalars are not JSON: {error}") from None
     if not isinstance(scalars, dict):

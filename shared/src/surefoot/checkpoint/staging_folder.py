@@ -32,6 +32,7 @@ from surefoot.checkpoint.staging import StagingBuffer, free_bytes, required_byte
 from surefoot.checkpoint.staging_header import BufferState
 from surefoot.errors import StagingTooSmall, UsageError
 from surefoot.faultpoints import reach
+from surefoot.parsing import parse_json
 
 _DOOMED_PREFIX = ".removing-"
 _BUFFER_NAME = re.compile(r"rank-(\d{5,})-buffer-(\d+)\.stage")
@@ -243,10 +244,10 @@ class StagingFolder:
         found = []
         for path in sorted((self.path / "reports").glob("*.json")):
             try:
-                data = json.loads(path.read_text(encoding="utf-8"))
+                data = parse_json(path.read_text(encoding="utf-8"))
                 checkpoint = CheckpointId(int(data["attempt"]), int(data["step"]))
                 found.append(DamageReport(path, checkpoint, str(data["file"]), str(data["reason"])))
-            except (ValueError, KeyError, TypeError, FileNotFoundError):
+            except (ValueError, KeyError, TypeError, OverflowError, FileNotFoundError):
                 path.unlink(missing_ok=True)
         return found
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from surefoot.checkpoint.hugging_face import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, TOKENIZER_FILES
 from surefoot.checkpoint.manifest import checksum
 from surefoot.errors import UsageError
+from surefoot.parsing import parse_json
 
 _GENERIC_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast"}
 """Without it transformers takes the class of the model's type, which may split text in its own way."""
@@ -46,7 +47,7 @@ def _read(path: Path) -> dict[str, bytes]:
         raise UsageError("--tokenizer", f"{path} is none; {allowed}")
     content = main.read_bytes()
     try:
-        is_tokenizer = "model" in json.loads(content)
+        is_tokenizer = "model" in parse_json(content)
     except (ValueError, TypeError):
         is_tokenizer = False
     if not is_tokenizer:
