@@ -19,8 +19,8 @@ PEERS = ("torch.save", "dcp.save", "dcp.async_save", "dcp.async_save+process")
 SUREFOOT = {"surefoot": 2, "surefoot+every step": 3}
 """Contender -> staging buffers per rank."""
 
-WARM_UP_SAVES = 4
-"""One more than there are staging buffers: growth from there on is growth with every save."""
+WARM_UP_SAVES = 20
+"""By then the drain has every staging buffer mapped, in whatever order they came: from there on it is growth."""
 
 
 @dataclass
