@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -87,6 +88,67 @@ def test_c8_verify_names_the_damaged_file(surefoot: Surefoot, store: LocalStore)
     flip_a_byte(path)
     result = surefoot("verify", "demo")
     assert (result.code, str(path) in result.out) == (3, True)
+
+
+def make_odd(folder: Path, how: str) -> None:
+    """Put something in the place of a file: a directory, a link to itself, a FIFO, or a newer format's manifest."""
+    path = folder / ("rank-00000.safetensors" if how.startswith("shard") else MANIFEST_FILE)
+    path.unlink()
+    if how.endswith("folder"):
+        path.mkdir()
+    elif how.endswith("loop"):
+        path.symlink_to(path.name)
+    elif how.endswith("fifo"):
+        os.mkfifo(path)
+    else:
+        path.write_text('{"version":2,"something":"new"}\n')
+
+
+ODD = {
+    "folder": "Is a directory",
+    "loop": "Too many levels of symbolic links",
+    "fifo": "Is not a regular file",
+    "version": "has format version 2",
+}
+
+
+@pytest.mark.parametrize("how", [*ODD, "shard folder", "shard loop", "shard fifo"])
+def test_one_that_cannot_be_read_hides_no_other(surefoot: Surefoot, store: LocalStore, how: str) -> None:
+    names = [folder_name(i) for i in IDS]
+    make_odd(store.root / names[1], how)
+    path = str(store.root / names[1] / ("rank-00000.safetensors" if "shard" in how else MANIFEST_FILE))
+    verified = surefoot("verify", "demo", "--json")
+    problems = {Path(v["path"]).name: v["problem"] for v in json.loads(verified.out)}
+    assert [name for name in names if problems[name] is None] == [name for name in names if name != names[1]]
+    assert problems[names[1]].startswith(f"cannot be read: {path}: ")
+    assert ODD[how.removeprefix("shard ")] in problems[names[1]]
+    assert verified.code == 1
+    assert "4 good, 0 damaged, 1 could not be read" in surefoot("verify", "demo").out
+    assert surefoot("verify", store.root / names[1]).code == 1
+
+    listed = json.loads(surefoot("checkpoints", "list", "demo", "--json").out)
+    states = {Path(entry["path"]).name: entry["state"] for entry in listed}
+    rescanned = surefoot("checkpoints", "rescan", "demo", "--json")
+    found = json.loads(rescanned.out)
+    is_manifest = "shard" not in how
+    assert len(states) == len(IDS)
+    assert [name for name, state in states.items() if state == "unreadable"] == ([names[1]] if is_manifest else [])
+    assert (found["unreadable"], found["damaged"]) == ([names[1]] if is_manifest else [], [])
+    assert rescanned.code == int(is_manifest)
+
+    flip_a_byte(store.root / names[3] / MANIFEST_FILE)
+    assert surefoot("verify", "demo").code == 3
+    assert surefoot("checkpoints", "rescan", "demo").code == 3
+    listed = json.loads(surefoot("checkpoints", "list", "demo", "--json").out)
+    assert [Path(e["path"]).name for e in listed if e["state"] == "damaged"] == [names[3]]
+
+
+def test_a_folder_that_is_a_link_to_itself_hides_no_checkpoint(surefoot: Surefoot, store: LocalStore) -> None:
+    name = folder_name(CheckpointId(2, 50))
+    (store.root / name).symlink_to(name)
+    assert surefoot("verify", "demo").code == 0
+    assert len(json.loads(surefoot("checkpoints", "list", "demo", "--json").out)) == len(IDS)
+    assert json.loads(surefoot("checkpoints", "rescan", "demo", "--json").out)["not committed"] == [name]
 
 
 def test_what_goes_while_it_is_verified_is_not_damage(store: LocalStore) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import random
+import shutil
 import signal
+import sys
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -29,8 +34,11 @@ from surefoot.checkpoint.importing import import_checkpoint
 from surefoot.checkpoint.manifest import MANIFEST_FILE, checksum
 from surefoot.checkpoint.placement import Placement, find_gap
 from surefoot.checkpoint.safetensors_file import build_header, parse_header, read_header
+from surefoot.checkpoint.staging_folder import StagingFolder
 from surefoot.checkpoint.store import LocalStore
-from surefoot.errors import AttemptTaken, CheckpointError, DamagedCheckpoint, UsageError
+from surefoot.cli import main as cli
+from surefoot.errors import AttemptTaken, CheckpointError, DamagedCheckpoint, NoUsableCheckpoint, UsageError
+from surefoot.sdk.restore import find_candidates
 
 CONFIG = {"model_type": "llama", "vocab_size": 6, "architectures": ["LlamaForCausalLM"]}
 FACTS = {"hf_config": {"config": CONFIG, "tied_names": ["lm_head.weight"], "tokenizer": None}}
@@ -378,7 +386,8 @@ def began(store: LocalStore) -> None:
 
 @pytest.mark.parametrize("copy", [False, True], ids=["link", "copy"])
 def test_an_imported_checkpoint_is_the_start_of_the_new_job(store: LocalStore, tmp_path: Path, copy: bool) -> None:
-    began(store)
+    began(LocalStore(tmp_path / "records"))  # a claim beside the checkpoint would be of attempt 3
+    shutil.copytree(tmp_path / "records" / "attempts", store.root / "attempts")
     target = LocalStore(tmp_path / "elsewhere" / "new-job")
     imported = import_checkpoint(store, NEWEST, target, copy=copy)
     start = CheckpointId(1, 40)
@@ -411,7 +420,7 @@ def test_only_a_job_that_was_never_begun_takes_an_import(store: LocalStore, tmp_
         import_checkpoint(store, NEWEST, other, copy=False)
     with pytest.raises(UsageError, match="not the name of a job"):
         import_checkpoint(store, NEWEST, LocalStore(tmp_path / "Not A Job"), copy=False)
-    with pytest.raises(UsageError, match="has checkpoints already"):
+    with pytest.raises(UsageError, match="the folder of the checkpoint itself"):
         import_checkpoint(store, NEWEST, store, copy=False)
     verify(store, NEWEST)
     assert not (tmp_path / "Not A Job").exists()
@@ -431,10 +440,10 @@ def test_an_import_into_a_job_that_begins_at_this_moment_leaves_it_nothing(
 ) -> None:
     """What lay there as a checkpoint of attempt 1 would be on the lineage of the attempt that somebody began."""
     target = LocalStore(tmp_path / "new-job")
-    monkeypatch.setattr(importing, "reach", lambda point: began(target) if point == "import.committed" else None)
+    monkeypatch.setattr(importing, "reach", lambda point: began(target) if point == "import.copied" else None)
     with pytest.raises(AttemptTaken):
         import_checkpoint(store, NEWEST, target, copy=False)
-    assert list_committed(target) == []
+    assert sorted(path.name for path in target.root.iterdir()) == ["attempts", "reserve.bin"]
     assert list(AttemptLog(target).read_all()) == [1, 2]
 
 
@@ -444,17 +453,186 @@ def test_a_checkpoint_without_its_attempt_record_comes_with_a_note(store: LocalS
     assert AttemptLog(target).read_all()[1].skip_windows == ()
 
 
-@pytest.mark.parametrize("fault", ["import.part_written=kill@2", "import.committed=kill"])
-def test_an_import_that_is_killed_begins_nothing_and_can_be_done_again(
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "import.part_written=kill@2",
+        "import.copied=kill",
+        "store.write.renamed=kill@6",  # four parts, the manifest, the record
+        "import.claimed=kill",
+        "export.written=kill",
+    ],
+)
+def test_an_import_that_is_killed_begins_nothing_silently_and_can_be_done_again(
     store: LocalStore, tmp_path: Path, fault: str
 ) -> None:
+    """No checkpoint counts yet; when the attempt is claimed already, its record says that there was progress."""
     target = LocalStore(tmp_path / "new-job")
     assert killed(fault, lambda: import_checkpoint(store, NEWEST, target, copy=False))
-    assert AttemptLog(target).read_all() == {}
+    assert list_committed(target) == []
+    assert all(record.is_import for record in AttemptLog(target).read_all().values())
     import_checkpoint(store, NEWEST, target, copy=False)
-    assert list_committed(target) == [CheckpointId(1, 40)]
-    verify(target, CheckpointId(1, 40))
+    assert_imported(target)
     verify(store, NEWEST)
+
+
+def assert_imported(target: LocalStore, step: int = 40) -> None:
+    assert list_committed(target) == [CheckpointId(1, step)]
+    verify(target, CheckpointId(1, step))
+    (record,) = AttemptLog(target).read_all().values()
+    assert (record.attempt, record.is_import) == (1, True)
+    assert f"/{folder_name(CheckpointId(2, step))} of job" in record.cause
+    assert not list(target.root.glob(".tmp-*"))
+
+
+def test_what_a_killed_import_claimed_is_finished_by_the_same_import_only(store: LocalStore, tmp_path: Path) -> None:
+    target = LocalStore(tmp_path / "new-job")
+    assert killed("import.claimed=kill", lambda: import_checkpoint(store, NEWEST, target, copy=False))
+    commit(store.root, CheckpointId(2, 60))
+    with pytest.raises(UsageError, match="has attempts already"):
+        import_checkpoint(store, CheckpointId(2, 60), target, copy=False)
+    assert list_committed(target) == []
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["one-checkpoint", "different-steps"])
+@pytest.mark.parametrize("locks", [True, False], ids=["locks", "no-locks"])
+def test_of_three_imports_into_one_job_at_once_exactly_one_wins(
+    store: LocalStore, tmp_path: Path, same: bool, locks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real processes. Without locks (as on NFS) the claim alone decides."""
+    ids = [NEWEST] * 3
+    if not same:
+        ids = [NEWEST, CheckpointId(2, 50), CheckpointId(2, 60)]
+        for checkpoint in ids[1:]:
+            commit(store.root, checkpoint)
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    for round_ in range(3):
+        target = LocalStore(tmp_path / f"new-{round_}")
+        ready, go = os.pipe()
+        pids = [start_import(store, checkpoint, target, ready, go) for checkpoint in ids]
+        os.close(go)  # the moment at which all begin
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        os.close(ready)
+        assert sorted(codes) == [0, 2, 2]
+        assert_imported(target, ids[codes.index(0)].step)
+
+
+def no_locks(fd: int, operation: int) -> None:
+    raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+
+def start_import(store: LocalStore, checkpoint: CheckpointId, target: LocalStore, ready: int, go: int) -> int:
+    """Import in a process that begins when nobody has `go` open any more; return its pid."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(go)
+            os.read(ready, 1)
+            import_checkpoint(store, checkpoint, target, copy=True)
+            code = 0
+        except (UsageError, AttemptTaken):
+            code = 2
+        finally:
+            os._exit(code)
+    return pid
+
+
+@pytest.mark.parametrize("place", ["", "quarantine/", "trash/"])
+@pytest.mark.parametrize("content", ["manifest.json", "mine.txt", ""])
+def test_a_step_folder_that_is_there_is_neither_deleted_nor_written_over(
+    store: LocalStore, tmp_path: Path, place: str, content: str
+) -> None:
+    target = LocalStore(tmp_path / "new-job")
+    folder = target.root / place / folder_name(CheckpointId(1, 40))
+    folder.mkdir(parents=True)
+    if content:
+        (folder / content).write_text("mine")
+    with pytest.raises(UsageError, match="has checkpoints already"):
+        import_checkpoint(store, NEWEST, target, copy=False)
+    assert [path.name for path in folder.iterdir()] == [content] * bool(content)
+    assert AttemptLog(target).read_all() == {}
+
+
+def test_a_name_whose_last_job_left_snapshots_in_memory_is_refused(store: LocalStore, tmp_path: Path) -> None:
+    """They would be restored instead of the checkpoint: attempt 1 has their higher step."""
+    storage, staging_dir = tmp_path / "new-storage", tmp_path / "shm"
+    storage.mkdir()
+    (tmp_path / "link").symlink_to(storage)
+    folder = StagingFolder.create(staging_dir, "new-job", storage)
+    target = LocalStore(storage / "new-job")
+    (buffer,) = folder.create_buffers(0, 1, 4096)
+    spellings = (target.root, tmp_path / "link" / "new-job", storage / ".." / storage.name / "new-job")
+    for root in spellings:
+        with pytest.raises(UsageError) as caught:
+            import_checkpoint(store, NEWEST, LocalStore(root), copy=False, staging_dir=staging_dir)
+        assert f"rm -r {folder.path}" in caught.value.problem
+        assert target.list("") == []
+    import_checkpoint(store, NEWEST, LocalStore(storage / "other"), copy=False, staging_dir=staging_dir)
+    buffer.path.unlink()
+    import_checkpoint(store, NEWEST, target, copy=False, staging_dir=staging_dir)
+    assert_imported(target)
+
+
+def test_a_target_that_is_a_file_or_lies_in_one_is_refused(store: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for root in (tmp_path / "file", tmp_path / "file" / "job"):
+        with pytest.raises(UsageError, match="is not a folder"):
+            import_checkpoint(store, NEWEST, LocalStore(root), copy=False)
+    with pytest.raises(UsageError, match="not the name of a job"):
+        import_checkpoint(store, NEWEST, LocalStore(Path()), copy=False)
+
+
+def run_import(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["surefoot", "checkpoints", "import", *map(str, words)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+def test_the_command_refuses_empty_words_and_looks_into_the_staging_dir(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = store.root / folder_name(NEWEST)
+    for words in (("", "new"), (source, ""), (source, " ")):
+        assert run_import(monkeypatch, *words) == 2
+        assert "is empty; allowed" in capsys.readouterr().err
+    folder = StagingFolder.create(tmp_path / "shm", "new", tmp_path / "s")
+    folder.create_buffers(0, 1, 4096)
+    assert run_import(monkeypatch, source, "s/new", "--staging-dir", tmp_path / "shm") == 2
+    assert str(folder.path) in capsys.readouterr().err.replace("\n", "")
+    assert run_import(monkeypatch, source, "s/new") == 0
+    assert_imported(LocalStore(tmp_path / "s" / "new"))
+
+
+class LoneRank(NamedTuple):
+    """As much of a `Host` as `find_candidates` asks."""
+
+    store: LocalStore
+    folder: StagingFolder
+
+    @property
+    def group(self) -> LoneRank:
+        return self
+
+    def gather_json(self, value: object) -> list[object]:
+        return [value]
+
+
+def test_an_import_that_was_killed_after_its_claim_does_not_start_from_the_seed(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    target = LocalStore(tmp_path / "new-job")
+    host: Any = LoneRank(target, StagingFolder(tmp_path / "shm"))
+    assert find_candidates(host, {}) == []
+    assert killed("import.claimed=kill", lambda: import_checkpoint(store, NEWEST, target, copy=False))
+    with pytest.raises(NoUsableCheckpoint, match="had progress"):
+        find_candidates(host, AttemptLog(target).read_all())
+    import_checkpoint(store, NEWEST, target, copy=False)
+    (candidate,) = find_candidates(host, AttemptLog(target).read_all())
+    assert candidate.id == CheckpointId(1, 40)
 
 
 def test_facts_of_other_versions_count_as_absent() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -190,3 +191,18 @@ def test_a_newer_format_is_not_damage():
 def test_nested_without_end_is_damage():
     with pytest.raises(DamagedCheckpoint, match="nested too deeply"):
         decode_manifest(b"[" * 200_000, "manifest.json")
+
+
+def test_a_world_size_of_a_billion_costs_no_list_of_names():
+    manifest = built(part(0), part(1)).model_copy(update={"world_size": 10**9, "checksum": ""})
+    manifest = manifest.model_copy(update={"checksum": checksum(encode_manifest(manifest))})
+    data = encode_manifest(manifest)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedCheckpoint, match="does not list the files of 1000000000 ranks"):
+            decode_manifest(data, "m")
+        with pytest.raises(CheckpointError, match="but the world size is 1000000000"):
+            built(part(0, 10**9), part(1, 10**9))
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()

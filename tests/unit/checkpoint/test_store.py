@@ -470,3 +470,20 @@ def test_debris_next_to_a_linked_record_is_removed_without_the_record(store):
     assert len(store.remove_debris()) == 1
     assert content(store, "folder/file") == NEW
     assert (store.root / "folder" / "file").stat().st_nlink == 1
+
+
+def test_what_is_no_file_is_refused_at_once(store):
+    store.write("file", [b"x"])
+    os.mkfifo(store.root / "fifo")
+    (store.root / "loop").symlink_to("loop")
+    (store.root / "folder").mkdir()
+    (store.root / "nowhere").symlink_to("missing")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for key, number in (("fifo", errno.EINVAL), ("loop", errno.ELOOP), ("folder", errno.EISDIR)):
+        with pytest.raises(OSError, match=key) as raised:
+            store.read(key)
+        assert (raised.value.errno, raised.value.filename) == (number, str(store.root / key))
+    with pytest.raises(FileNotFoundError):
+        store.read("nowhere")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert store.list("loop") == []

@@ -35,6 +35,8 @@ RESERVE_KEY = "reserve.bin"
 RESERVE_BYTES = 64 * 1024
 RESTART_CAUSE_PREFIX = "restart: "
 """Begins the cause of each attempt that a failure began, so that failures can be counted from attempt records."""
+IMPORT_CAUSE_PREFIX = "imported from "
+"""Begins the cause of an attempt that stands for an imported checkpoint: the job has progress from its first record."""
 
 _FILE_NAME = re.compile(r"(\d{6,})\.json", re.ASCII)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -122,6 +124,11 @@ class AttemptRecord(_Record):
     def is_restart(self) -> bool:
         """Whether a failure began it, and neither a user nor a command."""
         return self.cause.startswith(RESTART_CAUSE_PREFIX)
+
+    @property
+    def is_import(self) -> bool:
+        """Whether an import began it, so that a checkpoint belongs to it although it starts from the seed."""
+        return self.cause.startswith(IMPORT_CAUSE_PREFIX)
 
     def lr_factor_at(self, step: int) -> float:
         """Return what the schedule's learning rate is multiplied by in a step (from 1: as `StepCompleted.step`).
@@ -254,12 +261,17 @@ class AttemptLog:
             # Random, so that no file system compresses it away.
             self._store.write(RESERVE_KEY, [os.urandom(RESERVE_BYTES)])
 
-    def _newest_in_folders(self) -> int:
-        """Return the highest attempt that a folder is named after, here, in quarantine/ or in trash/."""
-        names = [name for parent in ("", "quarantine", "trash") for name in self._store.list(parent)]
+    def folders(self) -> dict[str, CheckpointId]:
+        """Return what is named like a checkpoint by its key, here, in quarantine/ or in trash/, whatever is in it."""
+        keys = [f"{parent}{name}" for parent in ("", "quarantine/", "trash/") for name in self._store.list(parent[:-1])]
         # The drain calls a second one of the same name `<name>-2`.
-        ids = (parse_folder_name("-".join(name.split("-")[:3])) for name in names)
-        return max((id_.attempt for id_ in ids if id_ is not None), default=0)
+        named = {key: parse_folder_name("-".join(key.rpartition("/")[2].split("-")[:3])) for key in keys}
+        return {key: id_ for key, id_ in named.items() if id_ is not None}
+
+    def _newest_in_folders(self) -> int:
+        """Return the highest attempt of a committed checkpoint that is there."""
+        committed = (id_.attempt for key, id_ in self.folders().items() if "manifest.json" in self._store.list(key))
+        return max(committed, default=0)
 
     def _write(self, record: AttemptRecord) -> None:
         content = record.model_dump_json(indent=1).encode() + b"\n"

@@ -67,7 +67,8 @@ def drain_log(spec: JobSpec) -> Path:
 
 
 def _command(spec: JobSpec, staging: Path, *, prune: bool) -> list[str]:
-    command = [sys.executable, "-m", "surefoot.checkpoint.drain"]
+    # -P: what happens to lie in the current folder, the user's redis.py say, is not for the drain to import.
+    command = [sys.executable, "-P", "-m", "surefoot.checkpoint.drain"]
     command += ["--staging", str(staging), "--storage", str(spec.storage)]
     command += ["--job", spec.job, "--events", str(spec.events_path)]
     if prune:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,13 +62,18 @@ def new_folder(target: Path) -> Iterator[Path]:
     folder.mkdir()
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        with suppress(OSError):  # without locks on this file system nothing there is found abandoned either
+            fcntl.flock(fd, fcntl.LOCK_EX)
         yield folder
         os.fsync(fd)
         reach("export.written")
         check_free(target)
-        folder.rename(target)
-        _sync(target.parent)
+        try:
+            folder.rename(target)
+        except OSError:
+            check_free(target)  # somebody else was quicker
+            raise
+        sync_folder(target.parent)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -167,7 +172,8 @@ def _remove_if_abandoned(path: Path) -> None:
         os.close(fd)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

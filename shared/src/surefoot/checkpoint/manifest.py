@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from surefoot.checkpoint.ids import CheckpointId
 from surefoot.errors import CheckpointError, DamagedCheckpoint
+from surefoot.parsing import parse_json
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
@@ -146,7 +147,7 @@ def build_manifest(parts: Iterable[tuple[bytes, ShardPart]]) -> Manifest:
 def _check_belong_together(first: ShardPart, parts: list[ShardPart]) -> None:
     where = f"step {first.step} of attempt {first.attempt}"
     ranks = [part.rank for part in parts]
-    if ranks != list(range(first.world_size)):
+    if len(ranks) != first.world_size or ranks != list(range(first.world_size)):
         raise CheckpointError(f"{where}: parts of ranks {ranks}, but the world size is {first.world_size}")
     for part in parts:
         for name in ("job", "attempt", "step", "world_size", "plan_digest"):
@@ -177,13 +178,17 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
     # Catches what JSON forgives: another spelling of the same value.
     if _encode(manifest) != data:
         raise DamagedCheckpoint(path, "is not spelled as it was written")
-    if [entry.file for entry in manifest.files] != _expected_files(manifest.world_size):
+    if not _lists_its_files(manifest):
         raise DamagedCheckpoint(path, f"does not list the files of {manifest.world_size} ranks")
     return manifest
 
 
-def _expected_files(world_size: int) -> list[str]:
-    return [name for rank in range(world_size) for name in (shard_file(rank), part_file(rank))]
+def _lists_its_files(manifest: Manifest) -> bool:
+    # The number first: a world size of a billion must not cost a list of that many names.
+    if len(manifest.files) != 2 * manifest.world_size:
+        return False
+    expected = (name for rank in range(manifest.world_size) for name in (shard_file(rank), part_file(rank)))
+    return all(entry.file == name for entry, name in zip(manifest.files, expected, strict=True))
 
 
 def _encode(document: _Document) -> bytes:
@@ -193,7 +198,7 @@ def _encode(document: _Document) -> bytes:
 
 def _decode(cls: type[_D], data: bytes, path: str) -> _D:
     try:
-        content = json.loads(data)
+        content = parse_json(data)
         version = content.get("version") if isinstance(content, dict) else None
         if isinstance(version, int) and version > FORMAT_VERSION:
             # Not damage: it must be left in place for the program that wrote it.

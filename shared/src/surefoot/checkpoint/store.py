@@ -11,6 +11,7 @@ import fcntl
 import io
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -70,6 +71,7 @@ class Store(Protocol):
 
         Raises:
             FileNotFoundError: there is no such file.
+            OSError: it is a folder, or anything else but a file; or the disk fails.
         """
 
     def list(self, prefix: str) -> list[str]:
@@ -123,8 +125,8 @@ class LocalStore:
         return written
 
     def read(self, key: str) -> io.RawIOBase:
-        """Open the file without a buffer."""
-        return self._path(key).open("rb", buffering=0)
+        """Open the file without a buffer. What is no regular file is refused at once, a FIFO without a writer too."""
+        return open(self._path(key), "rb", buffering=0, opener=_open_regular)
 
     def list(self, prefix: str) -> list[str]:
         """List the folder, without temporary names."""
@@ -133,6 +135,10 @@ class LocalStore:
             names = [path.name for path in folder.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a symbolic link to itself leads to no folder
+                return []
+            raise
         return sorted(name for name in names if not name.startswith(TEMP_PREFIX))
 
     def move(self, source: str, target: str) -> None:
@@ -184,6 +190,18 @@ class LocalStore:
         if any(part in ("", ".", "..") or part.startswith(TEMP_PREFIX) for part in parts):
             raise ValueError(f"not a storage key: {key!r}")
         return self.root.joinpath(*parts)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    # Opening a FIFO would wait for a writer; of a regular file O_NONBLOCK changes nothing.
+    fd = os.open(path, flags | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return fd
+    os.close(fd)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "Is not a regular file", str(path))
 
 
 def _temp_name(name: str) -> str:

@@ -7,7 +7,7 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -23,7 +23,7 @@ from surefoot.cli.options import AttemptOption, PathOrJob, StepOption
 from surefoot.cli.output import JsonOption, print_json, print_table
 from surefoot.cli.stack import DEFAULT_HOME, HomeOption
 from surefoot.embedded.stack_file import running_stack
-from surefoot.errors import EXIT_DAMAGED, EXIT_FAILED, DamagedCheckpoint, SurefootError, UsageError
+from surefoot.errors import EXIT_DAMAGED, EXIT_FAILED, CheckpointError, DamagedCheckpoint, SurefootError, UsageError
 from surefoot.spec import JobSpec, RetentionSpec, load_spec, parse_spec
 
 AGREE_SECONDS = 90.0
@@ -117,7 +117,7 @@ def rescan(what: PathOrJob, as_json: JsonOption = False, home: HomeOption = DEFA
     """Say what lies in a job's folder, and have a running stack's catalogue agree with it.
 
     Files are the truth: the writer compares its table with them every 30 s; this waits until both agree. Exit status 3:
-    a manifest or a name is damaged; 1: the stack did not come to agree.
+    a manifest or a name is damaged; 1: a manifest cannot be read, or the stack did not come to agree.
     """
     job = one_job_folder(locate(what, home))
     findings = survey(LocalStore(job))
@@ -130,7 +130,7 @@ def rescan(what: PathOrJob, as_json: JsonOption = False, home: HomeOption = DEFA
         print(says[agreed])
     if findings["damaged"] or findings["not understood"]:
         raise typer.Exit(EXIT_DAMAGED)
-    if agreed is False:
+    if findings["unreadable"] or agreed is False:
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -138,9 +138,11 @@ def survey(store: LocalStore) -> dict[str, list[str]]:
     """Return the names in a job's folder by what they are. Reads manifests, no shards."""
     folders = {name: parse_folder_name(name) for name in store.list("") if name.startswith("step-")}
     committed = {name: i for name, i in folders.items() if i is not None and MANIFEST_FILE in store.list(name)}
+    states = {name: _manifest_state(store, id_) for name, id_ in committed.items()}
     return {
         "committed": list(committed),
-        "damaged": [name for name, id_ in committed.items() if _has_damaged_manifest(store, id_)],
+        "damaged": [name for name, state in states.items() if state == "damaged"],
+        "unreadable": [name for name, state in states.items() if state == "unreadable"],
         "not committed": [name for name, id_ in folders.items() if id_ is not None and name not in committed],
         "not understood": [name for name, id_ in folders.items() if id_ is None],
         "quarantine": store.list(QUARANTINE_FOLDER),
@@ -149,12 +151,14 @@ def survey(store: LocalStore) -> dict[str, list[str]]:
     }
 
 
-def _has_damaged_manifest(store: LocalStore, checkpoint_id: CheckpointId) -> bool:
+def _manifest_state(store: LocalStore, checkpoint_id: CheckpointId) -> Literal["good", "damaged", "unreadable"]:
     try:
         read_manifest(store, checkpoint_id)
     except DamagedCheckpoint:
-        return True
-    return False
+        return "damaged"
+    except (CheckpointError, OSError):
+        return "unreadable"
+    return "good"
 
 
 def _spec_in_stack(home: Path, job: Path) -> JobSpec | None:

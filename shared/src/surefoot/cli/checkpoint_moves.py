@@ -11,7 +11,7 @@ import typer
 
 from surefoot.checkpoint.export import DEFAULT_FILE_BYTES, export_checkpoint
 from surefoot.checkpoint.ids import folder_name
-from surefoot.checkpoint.importing import import_checkpoint
+from surefoot.checkpoint.importing import DEFAULT_STAGING_DIR, import_checkpoint
 from surefoot.checkpoint.store import LocalStore
 from surefoot.cli.folders import locate, pick_checkpoint
 from surefoot.cli.options import AttemptOption, PathOrJob, StepOption
@@ -83,6 +83,9 @@ def import_command(
     step: StepOption = None,
     attempt: AttemptOption = None,
     copy: Annotated[bool, typer.Option("--copy", help="Copy the shards also where a hard link would do.")] = False,
+    staging_dir: Annotated[
+        Path, typer.Option("--staging-dir", help="checkpoint.staging_dir of the new job's spec; must hold none of it.")
+    ] = DEFAULT_STAGING_DIR,
     as_json: JsonOption = False,
     home: HomeOption = DEFAULT_HOME,
 ) -> None:
@@ -90,6 +93,8 @@ def import_command(
 
     The weights of a Hugging Face folder come into a job by the key `init_from` of its spec instead.
     """
+    if not target.strip():
+        raise UsageError("JOB_FOLDER|JOB", "is empty; allowed: <storage>/<job>, or the name of a new job")
     path = locate(what, home)
     if (path / "config.json").is_file() and (any(path.glob("*.safetensors")) or any(path.glob("*.bin"))):
         raise UsageError(
@@ -100,7 +105,9 @@ def import_command(
     job, checkpoint_id = pick_checkpoint(path, step, attempt)
     named = re.fullmatch(JOB_NAME_PATTERN, target) is not None and not Path(target).exists()
     folder = home / "checkpoints" / target if named else Path(target)
-    imported = import_checkpoint(LocalStore(job), checkpoint_id, LocalStore(folder.absolute()), copy=copy)
+    imported = import_checkpoint(
+        LocalStore(job), checkpoint_id, LocalStore(folder.absolute()), copy=copy, staging_dir=staging_dir
+    )
     if as_json:
         print_json(imported._asdict())
         return

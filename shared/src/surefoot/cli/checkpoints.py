@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from surefoot.cli.folders import checkpoint_folder, current_checkpoints, job_fol
 from surefoot.cli.options import AttemptOption, PathOrJob, StepOption
 from surefoot.cli.output import JsonOption, mebibytes, print_json, print_table
 from surefoot.cli.stack import DEFAULT_HOME, HomeOption
-from surefoot.errors import EXIT_DAMAGED, DamagedCheckpoint, UsageError
+from surefoot.errors import EXIT_DAMAGED, EXIT_FAILED, CheckpointError, DamagedCheckpoint, UsageError
 
 EXIT_CODES = (
     "Exit status: 0 done; 1 failed, or there is no such checkpoint; 2 bad input, nothing was changed; 3 damage found."
@@ -61,36 +62,66 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What reading every byte of a checkpoint said. `problem` is None for a good one."""
+    """What reading every byte of a checkpoint said.
+
+    Attributes:
+        path: Its folder.
+        job: Name of the job's folder.
+        attempt: Of the checkpoint.
+        step: Of the checkpoint.
+        problem: None for a good one.
+        unreadable: It could not be read, which says nothing about whether it is damaged.
+    """
 
     path: str
     job: str
     attempt: int
     step: int
     problem: str | None
+    unreadable: bool = False
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether it was read and is not as it was written."""
+        return self.problem is not None and not self.unreadable
 
 
 def verify_job(job_folder: Path, ids: list[CheckpointId]) -> list[Verdict]:
-    """Check size and checksum of every file of the checkpoints. Reads all of them.
+    """Check size and checksum of every file of the checkpoints. Reads all of them, whatever is wrong with one.
 
     One that was removed or quarantined meanwhile is left out: it only looks damaged.
     """
-    store, verdicts = LocalStore(job_folder), []
-    for checkpoint_id in ids:
-        problem = None
-        try:
-            verify(store, checkpoint_id)
-        except DamagedCheckpoint as error:
-            if MANIFEST_FILE not in store.list(folder_name(checkpoint_id)):
-                continue
-            problem = str(error)
-        path = str(job_folder / folder_name(checkpoint_id))
-        verdicts.append(Verdict(path, job_folder.name, checkpoint_id.attempt, checkpoint_id.step, problem))
-    return verdicts
+    store = LocalStore(job_folder)
+    return [verdict for checkpoint_id in ids if (verdict := _verdict(store, checkpoint_id)) is not None]
+
+
+def _verdict(store: LocalStore, checkpoint_id: CheckpointId) -> Verdict | None:
+    name = folder_name(checkpoint_id)
+    problem, unreadable = None, False
+    try:
+        verify(store, checkpoint_id)
+    except (CheckpointError, OSError) as error:
+        with suppress(OSError):  # a folder that cannot be listed is still there
+            if MANIFEST_FILE not in store.list(name):
+                return None
+        unreadable = not isinstance(error, DamagedCheckpoint)
+        problem = f"cannot be read: {_error_text(error)}" if unreadable else str(error)
+    path = str(store.root / name)
+    return Verdict(path, store.root.name, checkpoint_id.attempt, checkpoint_id.step, problem, unreadable)
+
+
+def _error_text(error: Exception) -> str:
+    """Return what went wrong for a person to read: of a system error its file and its words, without a number."""
+    if isinstance(error, OSError) and error.strerror is not None:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def verify_command(what: PathOrJob, as_json: JsonOption = False, home: HomeOption = DEFAULT_HOME) -> None:
-    """Read every byte of the checkpoints under PATH|JOB and compare sizes and checksums with their manifests."""
+    """Read every byte of the checkpoints under PATH|JOB and compare sizes and checksums with their manifests.
+
+    Exit status 1 when nothing is damaged and something could not be read.
+    """
     path = locate(what, home)
     single = checkpoint_folder(path)
     if single is not None:
@@ -100,21 +131,27 @@ def verify_command(what: PathOrJob, as_json: JsonOption = False, home: HomeOptio
         verdicts = [v for job in jobs for v in verify_job(job, list_committed(LocalStore(job)))]
     if not verdicts:
         raise UsageError("PATH|JOB", f"{path} holds no committed checkpoint")
-    damaged = [verdict for verdict in verdicts if verdict.problem is not None]
+    num_good = sum(verdict.problem is None for verdict in verdicts)
+    num_damaged = sum(verdict.is_damaged for verdict in verdicts)
+    num_unreadable = len(verdicts) - num_good - num_damaged
     if as_json:
         print_json([asdict(verdict) | {"ok": verdict.problem is None} for verdict in verdicts])
     else:
         rows = [[v.job, str(v.step), str(v.attempt), v.problem or "ok"] for v in verdicts]
         print_table(["job", "step", "attempt", "verdict"], rows)
-        print(f"{len(verdicts) - len(damaged)} good, {len(damaged)} damaged")
-    if damaged:
+        unreadable = f", {num_unreadable} could not be read" if num_unreadable else ""
+        print(f"{num_good} good, {num_damaged} damaged{unreadable}")
+    if num_damaged:
         raise typer.Exit(EXIT_DAMAGED)
+    if num_unreadable:
+        raise typer.Exit(EXIT_FAILED)
 
 
 def list_command(what: PathOrJob, as_json: JsonOption = False, home: HomeOption = DEFAULT_HOME) -> None:
     """List committed checkpoints, newest first.
 
-    current: a restart may use it; abandoned: training went on from an older one; damaged: its manifest is.
+    current: a restart may use it; abandoned: training went on from an older one; damaged: its manifest is;
+    unreadable: its manifest is of a newer Surefoot, no file, or the disk fails.
     """
     entries = [entry for job in job_folders(locate(what, home)) for entry in _entries(job)]
     if as_json:
@@ -174,6 +211,8 @@ def _entry(store: LocalStore, checkpoint_id: CheckpointId, is_current: bool) -> 
         world_size, num_bytes = manifest.world_size, manifest.num_bytes
     except DamagedCheckpoint:
         state = "damaged"
+    except (CheckpointError, OSError):
+        state = "unreadable"
     return {
         "job": store.root.name, "step": checkpoint_id.step, "attempt": checkpoint_id.attempt, "state": state,
         "stable": STABLE_FILE in names, "pinned": PINNED_FILE in names, "world_size": world_size,

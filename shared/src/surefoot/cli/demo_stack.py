@@ -26,7 +26,7 @@ class DemoFailed(SurefootError):
 
 def up_command(home: Path) -> list[str]:
     """Return the command that starts the stack, as a user would type it."""
-    return [sys.executable, "-m", "surefoot.cli.main", "up", "--foreground", "--home", str(home)]
+    return [sys.executable, "-P", "-m", "surefoot.cli.main", "up", "--foreground", "--home", str(home)]
 
 
 class DemoStack:
@@ -96,4 +96,4 @@ class DemoStack:
 def processes_of(home: Path) -> dict[int, str]:
     """Return the processes, by pid, that have this home in their environment: services, launchers, ranks, drains."""
     words = {pid: command_words(pid) for pid in find_processes("SUREFOOT_HOME", str(home))}
-    return {pid: b" ".join(line[:4]).decode(errors="replace") for pid, line in words.items() if line}
+    return {pid: b" ".join(line[:5]).decode(errors="replace") for pid, line in words.items() if line}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def locate(words: str, home: Path) -> Path:
     Raises:
         UsageError: there is neither.
     """
+    if not words.strip():  # Path("") is the current folder, which nobody meant
+        raise UsageError("PATH|JOB", f"is empty; {ALLOWED}")
     path = Path(words)
     if path.exists():
         return path
@@ -80,7 +83,7 @@ def checkpoint_folder(path: Path) -> tuple[Path, CheckpointId] | None:
     checkpoint_id = parse_folder_name(path.name)
     if checkpoint_id is None or not path.is_dir():
         return None
-    if not (path / MANIFEST_FILE).exists():
+    if not os.path.lexists(path / MANIFEST_FILE):  # a link that leads nowhere is damage, as in list_committed
         problem = f"{path} is not a checkpoint: it has no {MANIFEST_FILE}, so it was never committed"
         raise UsageError("PATH|JOB", problem)
     return path.parent, checkpoint_id

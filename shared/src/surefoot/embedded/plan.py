@@ -12,7 +12,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from surefoot.errors import SurefootError
 
-PYTHON = sys.executable
+MODULE = (sys.executable, "-P", "-m")
+"""Runs a module. -P: what happens to lie in the current folder, the user's redis.py say, is not for services to import.
+PYTHONPATH counts as ever."""
 
 
 class Readiness(StrEnum):
@@ -103,19 +105,20 @@ _WATCHERS = ("detector", "recovery", "writer", "writer-tasks", "gateway")
 
 
 def _serve(name: str) -> tuple[str, ...]:
-    return (PYTHON, "-m", "surefoot.embedded.serve", name)
+    return (*MODULE, "surefoot.embedded.serve", name)
 
 
 SERVICES: tuple[Service, ...] = (
     Service("server", ("{server}",), Readiness.ANSWERS, url="{redis_url}"),
-    Service("database", (PYTHON, "-m", "surefoot.embedded.upgrade", "{database_url}"), Readiness.ENDED),
+    Service("database", (*MODULE, "surefoot.embedded.upgrade", "{database_url}"), Readiness.ENDED),
     Service("detector", _serve("detector"), after=_BASE),
     Service("recovery", _serve("recovery"), after=_BASE),
     # It waits until the drains that have work are done.
     Service("writer", _serve("writer"), after=_BASE, stop_seconds=90),
     Service(
         "writer-tasks",
-        (PYTHON, "-m", "celery", "-q", "-A", "surefoot_writer.tasks", "worker", "--pool", "solo",
+        # Celery itself puts the current folder in front while it imports the tasks: it shall be one of ours.
+        (*MODULE, "celery", "-q", "--workdir", "{home}", "-A", "surefoot_writer.tasks", "worker", "--pool", "solo",
          "--without-gossip", "--without-mingle", "--without-heartbeat", "--loglevel", "WARNING"),
         Readiness.ALIVE,
         after=_BASE,

@@ -74,7 +74,7 @@ def make_plan(layout: Layout, ports: Ports) -> Plan:
         "SUREFOOT_GATEWAY_HOST": LOOPBACK,
         "SUREFOOT_GATEWAY_PORT": str(chosen["gateway"]),
     }
-    words = {f"{name}_url": url for name, url in urls.items()}
+    words = {"home": str(layout.home)} | {f"{name}_url": url for name, url in urls.items()}
     services = fill_in(SERVICES, words, server)
     return Plan(str(layout.home), services, urls, environment, str(layout.token_file))
 
@@ -163,7 +163,7 @@ def _start_supervisor(layout: Layout, plan_file: Path) -> int:
     # posix_spawn and not subprocess.Popen: that warns when its object goes before the process does, as here it shall.
     return os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "surefoot.embedded", str(plan_file)],
+        [sys.executable, "-P", "-m", "surefoot.embedded", str(plan_file)],
         environment,
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

@@ -72,7 +72,7 @@ def find_candidates(host: Host, records: Mapping[int, AttemptRecord]) -> list[Ca
             "say --from-seed"
         )
     had_progress = any(report["committed"] for report in reports) or any(
-        record.starts_from.step for record in records.values()
+        record.starts_from.step or record.is_import for record in records.values()
     )
     if not found and had_progress:
         raise NoUsableCheckpoint(
