@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.in_process import SCHEDULES, Place, assert_same, build, schedule_values, state_of, train
+from helpers.in_process import SCHEDULES, assert_same, build, schedule_values, state_of, train
 from helpers.waiting import wait_until
 from surefoot.checkpoint.attempts import SkipWindow, Source
 from surefoot.checkpoint.ids import CheckpointId, folder_name
@@ -29,27 +29,6 @@ from surefoot.events import (
     StepCompleted,
 )
 from surefoot.testing.faults import TRAINING_FAULT_ENVIRONMENT_KEY, blow_up
-
-
-@pytest.fixture
-def make_place(tmp_path):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for matrices this small the others only wait
-    made = []
-
-    def make(name="job"):
-        made.append(Place(tmp_path / name))
-        return made[-1]
-
-    yield make
-    for place in made:
-        place.remove()
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def place(make_place):
-    return make_place()
 
 
 def roll_back(place, number, to_step, *, to_attempt=1, attempt=1, lr_factor=1.0, **fields):

@@ -12,7 +12,7 @@ import threading
 import pytest
 import torch
 
-from helpers.in_process import JOB, Place, build, train
+from helpers.in_process import JOB, build, train
 from helpers.waiting import wait_until
 from surefoot.checkpoint.catalog import read_manifest, read_scalars, read_shard
 from surefoot.checkpoint.ids import CheckpointId
@@ -30,26 +30,6 @@ from surefoot.sdk.sharding import tensor_over
 ATTACH = importlib.import_module("surefoot.sdk.attach")  # `surefoot.sdk.attach` is the function in it
 SAVE_AT_3 = {"save_every_steps": 3, "save_every_seconds": None}
 
-
-@pytest.fixture
-def make_place(tmp_path):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for matrices this small the others only wait
-    made = []
-
-    def make(name="job"):
-        made.append(Place(tmp_path / name))
-        return made[-1]
-
-    yield make
-    for place in made:
-        place.remove()
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def place(make_place):
-    return make_place()
 
 
 class Average:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from surefoot.checkpoint.hugging_face import INDEX_FILE, WEIGHTS_FILE
 from surefoot.checkpoint.safetensors_file import TensorPlace, build_header
-from surefoot.checkpoint.store import TEMP_PREFIX
+from surefoot.checkpoint.store import TEMP_PREFIX, sync_folder, temp_name
 from surefoot.errors import UsageError
 from surefoot.faultpoints import reach
 
@@ -58,7 +58,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     for path in target.parent.glob(f"{TEMP_PREFIX}*-{target.name}"):
         _remove_if_abandoned(path)
-    folder = target.with_name(f"{TEMP_PREFIX}{os.getpid()}-{os.urandom(6).hex()}-{target.name}")
+    folder = target.with_name(temp_name(target.name))
     folder.mkdir()
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -168,14 +168,5 @@ def _remove_if_abandoned(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     except OSError:
         return
-    finally:
-        os.close(fd)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
     finally:
         os.close(fd)

@@ -26,7 +26,7 @@ from surefoot.checkpoint.attempts import (
     StartsFrom,
 )
 from surefoot.checkpoint.catalog import read_manifest, read_part, verify
-from surefoot.checkpoint.export_files import new_folder, sync_folder
+from surefoot.checkpoint.export_files import new_folder
 from surefoot.checkpoint.ids import CheckpointId, folder_name
 from surefoot.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -39,7 +39,7 @@ from surefoot.checkpoint.manifest import (
     shard_file,
 )
 from surefoot.checkpoint.staging_folder import staging_folder_path
-from surefoot.checkpoint.store import PIECE_BYTES, LocalStore
+from surefoot.checkpoint.store import PIECE_BYTES, LocalStore, sync_folder
 from surefoot.errors import AttemptError, DamagedCheckpoint, UsageError
 from surefoot.faultpoints import reach
 from surefoot.spec import JOB_NAME_PATTERN

@@ -120,7 +120,7 @@ class LocalStore:
             else:
                 temp.rename(path)
             reach("store.write.renamed")
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
         reach("store.write.durable")
         return written
 
@@ -148,21 +148,21 @@ class LocalStore:
         _make_folders(to_path.parent)
         from_path.rename(to_path)
         reach("store.move.renamed")
-        _sync_folder(to_path.parent)
+        sync_folder(to_path.parent)
         if from_path.parent != to_path.parent:
-            _sync_folder(from_path.parent)
+            sync_folder(from_path.parent)
         reach("store.move.durable")
 
     def delete(self, key: str) -> None:
         """Unlink a file. Rename a folder to a temporary name first, so that nobody ever sees half of it."""
         path = self._path(key)
-        doomed = path.with_name(_temp_name(path.name)) if path.is_dir() and not path.is_symlink() else None
+        doomed = path.with_name(temp_name(path.name)) if path.is_dir() and not path.is_symlink() else None
         try:
             path.unlink() if doomed is None else path.rename(doomed)
         except FileNotFoundError:
             return
         reach("store.delete.hidden")
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
         reach("store.delete.durable")
         if doomed is not None:
             # What cannot be removed now is debris, not content: remove_debris tries again.
@@ -204,7 +204,8 @@ def _open_regular(path: str, flags: int) -> int:
     raise OSError(errno.EINVAL, "Is not a regular file", str(path))
 
 
-def _temp_name(name: str) -> str:
+def temp_name(name: str) -> str:
+    """Return a name for what is not content yet and is going to be called `name`."""
     # Random too: on shared storage another host, or another container, may have our pid.
     return f"{TEMP_PREFIX}{os.getpid()}-{os.urandom(6).hex()}-{name}"
 
@@ -224,7 +225,7 @@ def _private_file(path: Path) -> Iterator[tuple[int, Path]]:
 
 def _open_private(path: Path) -> tuple[int, Path]:
     while True:
-        temp = path.with_name(_temp_name(path.name))
+        temp = path.with_name(temp_name(path.name))
         fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         with suppress(OSError):  # without locks on this file system remove_debris removes no files there
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -331,10 +332,11 @@ def _make_folders(folder: Path) -> None:
     _make_folders(folder.parent)
     folder.mkdir(exist_ok=True)
     reach("store.folder.made")
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

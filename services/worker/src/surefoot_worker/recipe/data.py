@@ -24,6 +24,7 @@ from pathlib import Path
 
 import xxhash
 
+from surefoot.checkpoint.store import sync_folder
 from surefoot.errors import UsageError
 from surefoot.faultpoints import reach
 from surefoot.sdk.data.tokens import TokenFile, write_tokens
@@ -130,7 +131,7 @@ def _prepare(
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
         reach("recipe.renamed")
-        _sync(folder.parent)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     prepared = _read(folder)
@@ -171,7 +172,7 @@ def _make(files: Sequence[SourceFile], vocab_size: int, given: Path | None, fold
         "digest": _digest(folder / "train.tokens"),
     }
     _write(folder / "prepared.json", json.dumps(about).encode())
-    _sync(folder)
+    sync_folder(folder)
     report("tokens", f"{num_training:,} to train, {num_validation:,} to validate", time.monotonic() - trained)
 
 
@@ -199,11 +200,3 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
+from surefoot.checkpoint.store import sync_folder
 from surefoot.errors import UsageError
 
 HEADER_BYTES = 64
@@ -101,16 +102,8 @@ def write_tokens(path: Path, arrays: Iterable[npt.NDArray[Any]], *, bytes_per_to
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     return num_tokens
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
